@@ -17,6 +17,7 @@ from myriad.forecasts.network_effect import NetworkEffect, NetworkEventRequest
 from myriad.units import format_bytes, format_number
 
 if TYPE_CHECKING:
+    from myriad.forecasts.measured_loads import MeasuredLoads
     from myriad.job import Job
     from myriad.planner import Cluster, Costs, IterationSummary, Workload
     from myriad.planner.fabric.fabric_forecast import FabricDistribution
@@ -75,6 +76,11 @@ class IterationRequest:
         found = summarize_iteration(costs, prediction, memory, fits)
         return IterationForecast(job, cluster, found, predicted_spans(prediction, costs), effect)
 
+    def with_expert_load(self, load: float) -> "IterationRequest":
+        """Return the same request for a busiest rank with this load of its experts."""
+        layout = self.job.layout.model_copy(update={"expert_load": load})
+        return replace(self, job=self.job.model_copy(update={"layout": layout}))
+
     def fabric_outlook(self, progress: Callable[[int, int], None]) -> "FabricDistribution":
         """Simulate the iteration on the cluster's switches, once for each draw of the hash seeds.
 
@@ -116,6 +122,10 @@ class IterationForecast:
     """Predicted spans by global rank."""
     effect: NetworkEffect | None
     """Effect of the network events; ``None``: there are none."""
+    loads: "MeasuredLoads | None" = None
+    """Loads of experts that a run measured."""
+    at_high_load: "IterationSummary | None" = None
+    """The iteration with the high one of those loads."""
 
     @property
     def headline(self) -> str:
@@ -174,9 +184,15 @@ class IterationForecast:
             )
         if said := attended_note(self.job, attended_shares(self.job)):
             lines.append(said)
+        if self.loads is not None and self.at_high_load is not None:
+            lines.append(self.loads.note(*self._high_load(self.at_high_load)))
         if said := describe_interval(self.cluster, has_experts=self.job.model.experts is not None):
             lines.append(said)
         return lines
+
+    def _high_load(self, high: "IterationSummary") -> tuple[int, float, float]:
+        """Return the ranks that share experts, and seconds and probability of fitting with the high load."""
+        return self.job.layout.ep, high.seconds, min(rank.fit_probability for rank in high.ranks)
 
     def network_lines(self) -> list[str]:
         """Return the effect of the network events in sentences."""
@@ -205,7 +221,13 @@ class IterationForecast:
             "exposed_seconds": {name: found.mean(name) for name in EXPOSED_KINDS},
             "ranks": [_rank_as_json(one) for one in found.ranks],
             **({} if self.effect is None else {"network": self.effect.as_json()}),
+            **self._loads_as_json(),
         }
+
+    def _loads_as_json(self) -> dict[str, Any]:
+        if self.loads is None or self.at_high_load is None:
+            return {}
+        return {"expert_load": self.loads.as_json(*self._high_load(self.at_high_load))}
 
 
 def fabric_line(one: "FabricDistribution") -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from myriad.errors import BadInputError
+from myriad.forecasts.measured_loads import MeasuredLoads
 from myriad.forecasts.plan_figures import plan_figures
 from myriad.forecasts.plan_request import PlanProblem
 from myriad.forecasts.planned_job import job_of, planned_precision, planned_steps
@@ -97,6 +98,10 @@ class ExplainedPlan:
     """Slowdown of each node that ``--straggler`` named."""
     fabric: FabricForecast | None = None
     """Forecast on the switches, with ``--fabric``."""
+    loads: MeasuredLoads | None = None
+    """Loads of experts that a run measured."""
+    at_high_load: SimulatedPlan | None = None
+    """The best plan with the high one of those loads."""
 
     @property
     def problem(self) -> LayoutProblem:
@@ -166,6 +171,20 @@ class ExplainedPlan:
         sizes = cluster.inside.islands(cluster.accelerators_per_node)
         return sizes[0] if len(sizes) > 1 else None
 
+    def _loads_as_json(self) -> dict[str, Any]:
+        if self.loads is None or self.at_high_load is None:
+            return {}
+        ep, high = self.best.candidate.layout.ep, self.at_high_load
+        return {"expert_load": self.loads.as_json(ep, high.seconds, high.candidate.fit_probability)}
+
+    @property
+    def load_note(self) -> str | None:
+        """A sentence about measured loads of experts; ``None``: the plan counts none."""
+        if self.loads is None or self.at_high_load is None:
+            return None
+        layout, high = self.best.candidate.layout, self.at_high_load
+        return self.loads.note(layout.ep, high.seconds, high.candidate.fit_probability)
+
     def front(self) -> list[FrontPoint]:
         """Return the layouts that fit, and that no other beats in both time and memory."""
         return [
@@ -196,6 +215,7 @@ class ExplainedPlan:
             "island_size": self.island_size,
             "node_order": None if self.placement is None else list(self.placement.order),
             **({} if self.fabric is None else {"fabric": self.fabric.as_json()}),
+            **self._loads_as_json(),
             "front": [
                 {"memory_bytes": memory, "seconds": seconds, "layout": words}
                 for memory, seconds, words in self.front()
@@ -247,12 +267,27 @@ def plan_and_explain(
         placement=None if on_switches else _placed(problem, best, question.slower),
         top=top,
         slower=question.slower,
+        loads=question.loads,
+        at_high_load=_at_high_load(question.loads, problem, best, simulations),
     )
     if not on_switches:
         return whole
     on_fabric = FabricForecaster(question.cluster, simulations.seconds)
     fabric = _fabric_forecast(on_fabric, problem, whole.ranking(), question.slower)
     return replace(whole, fabric=fabric, placement=fabric.placement)
+
+
+def _at_high_load(
+    loads: MeasuredLoads | None, problem: LayoutProblem, best: SimulatedPlan, simulations: SimulationCache
+) -> SimulatedPlan | None:
+    """Return the best plan with the high load of a run; ``None``: no run is given, or no ranks share
+    experts."""
+    layout = best.candidate.layout
+    if loads is None or layout.ep == 1:
+        return None
+    busier = layout.model_copy(update={"expert_load": loads.high(layout.ep)})
+    scored = score_layout(problem, replace(best.candidate, layout=busier))
+    return simulate_candidates(problem, [scored], simulations)[0]
 
 
 def _without_illegal(job: Job, found: PlanResult) -> PlanResult:

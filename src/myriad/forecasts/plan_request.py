@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from myriad.comm.layout import MOST_RANKS
 from myriad.errors import BadInputError
+from myriad.forecasts.measured_loads import MeasuredLoads
 from myriad.forecasts.planned_job import as_written, given_layout, problem_of
 from myriad.job import Job, load_job_to_plan
 from myriad.planner import Cluster, Framework, LayoutCandidate, LayoutProblem
@@ -43,6 +44,8 @@ class PlanRequest:
     """Slow nodes and their slowdowns."""
     framework: Framework | None = None
     """The framework that the plan is for; off: Myriad."""
+    loads: MeasuredLoads | None = None
+    """Loads of experts that a run measured."""
 
     @property
     def is_range(self) -> bool:
@@ -59,6 +62,7 @@ class PlanRequest:
         what_if: Sequence[str] | None,
         straggler: Sequence[str] | None,
         framework: str | None = None,
+        expert_load_from: str | None = None,
     ) -> "PlanRequest":
         """Read and check the texts of the command line. Raises `BadInputError`."""
         loaded = load_job_to_plan(job, overrides)
@@ -69,7 +73,12 @@ class PlanRequest:
             load_cluster("laptop", changes)  # Both clusters have the same keys.
         used = None if framework in (None, "myriad") else load_framework(str(framework))
         written = as_written(job, overrides) if used is None else None
-        return cls(loaded, written, cluster, None if gpus is None else _sizes(gpus), changes, slower, used)
+        loads = None
+        if expert_load_from is not None:
+            loads = MeasuredLoads.read(expert_load_from, loaded, overrides)
+            written = None if written is None else loads.of_candidate(written)
+        sizes = None if gpus is None else _sizes(gpus)
+        return cls(loaded, written, cluster, sizes, changes, slower, used, loads)
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,14 @@ class PlanProblem:
     """Factor on the compute time of each slow node, by its number."""
     framework: Framework | None = None
     """The framework that the plan is for; off: Myriad."""
+    loads: MeasuredLoads | None = None
+    """Loads of experts that a run measured."""
 
     def layouts_on(self, cluster: Cluster) -> LayoutProblem:
         """Return the search of the job's layouts on a cluster. Raises `BadInputError`."""
         problem = problem_of(self.job, cluster)
+        if self.loads is not None:
+            problem = replace(problem, measured_loads=self.loads.by_ranks)
         return problem if self.framework is None else _as_framework(problem, self.framework)
 
     @classmethod
@@ -111,7 +124,8 @@ class PlanProblem:
                 allowed = "needs more than one node to order; `myriad simulate --straggler` predicts the cost"
                 raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
         slower = dict(request.stragglers)
-        return cls(request.job, request.written, cluster, plain, sizes, slower, request.framework)
+        own = request.framework, request.loads
+        return cls(request.job, request.written, cluster, plain, sizes, slower, *own)
 
 
 _PLAIN = (0.0, False)

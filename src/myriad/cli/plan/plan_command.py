@@ -103,6 +103,14 @@ def plan(
             "kernels, ZeRO and schedules. Default: myriad.",
         ),
     ] = None,
+    expert_load_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Count the loads of experts that this run measured (expert_loads in its metrics.jsonl): for "
+            "each layout the mean load of the busiest rank, instead of layout.expert_load.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -145,6 +153,7 @@ def plan(
         "--straggler": straggler,
         "--picture": picture,
         "--fabric": fabric,
+        "--expert-load-from": expert_load_from,
     }
     if calibrate is not None:
         if option := _first_given(context, {"JOB": job, "--measure": measure, **of_plan}):
@@ -161,7 +170,9 @@ def plan(
         _measure_alone(out, as_json=as_json)
         return
     keys = OverrideCommand.of(context)
-    request = PlanRequest.read(job, keys, cluster, gpus, what_if, straggler, framework)
+    request = PlanRequest.read(
+        job, keys, cluster, gpus, what_if, straggler, framework, expert_load_from=expert_load_from
+    )
     if out is not None:
         _check_plan_file(out, request)
     if days is not None or request.is_range:

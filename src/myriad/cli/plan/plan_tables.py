@@ -42,6 +42,8 @@ def show_plan(console: "Console", found: ExplainedPlan, files: Sequence[str]) ->
         console.print(text, highlight=False, soft_wrap=True)
     if said := attended_note(phase, found.problem.attended):
         console.print(said, highlight=False, soft_wrap=True)
+    if said := found.load_note:
+        console.print(said, highlight=False, soft_wrap=True)
     show_ranking(console, found.problem, found.ranking(), steps, title=f"best for {steps:,} steps")
     show_waterfalls(console, found.parts, found.near)
     _show_helps(console, found.best.seconds, [(one.what, one.seconds) for one in found.improvements])

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -94,6 +94,14 @@ def simulate(
             "--fabric", help="Simulate the switches as well: p50 and p95 over draws of their hash seeds."
         ),
     ] = False,
+    expert_load_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Count the mean load of the busiest rank that this run measured (expert_loads in its "
+            "metrics.jsonl), instead of layout.expert_load.",
+        ),
+    ] = None,
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of each compute time, as a fraction of it.")
     ] = 0.0,
@@ -146,6 +154,7 @@ def simulate(
     overrides = OverrideCommand.of(context)
     of_one: dict[str, object] = {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}
     of_one |= {"flap": flap, "congested": congested, "timers": timers, "fabric": fabric}
+    of_one["expert-load-from"] = expert_load_from
     of_weeks = {"mix": mix, "spares": spares, "runs": runs, "sensitivity": sensitivity}
     if weeks is not None:
         from myriad.cli.simulate.weeks_command import WeeksRequest, simulate_weeks
@@ -170,7 +179,7 @@ def simulate(
     from myriad.forecasts.network_effect import NetworkEventRequest
 
     network = NetworkEventRequest(tuple(flap or ()), tuple(congested or ()), timers)
-    of_all = (out, spans, full, straggler or [], jitter, seed, network, fabric, as_json)
+    of_all = (out, spans, full, straggler or [], jitter, seed, network, fabric, as_json, expert_load_from)
     _simulate_iteration(_IterationOptions(job, overrides, cluster, *of_all))
 
 
@@ -196,12 +205,14 @@ class _IterationOptions:
     network: "NetworkEventRequest"
     fabric: bool
     as_json: bool
+    expert_load_from: str | None
 
 
 def _simulate_iteration(options: _IterationOptions) -> None:
     """Predict an iteration, write the files, print the figures. Raises `BadInputError`."""
     from myriad.cli.measured_cluster import cluster_path
     from myriad.forecasts.iteration_forecast import IterationRequest, check_jitter, check_world, fabric_line
+    from myriad.forecasts.measured_loads import MeasuredLoads
     from myriad.job import load_job
     from myriad.recipes.cluster import load_cluster
 
@@ -211,11 +222,18 @@ def _simulate_iteration(options: _IterationOptions) -> None:
     check_world(job, cluster)
     if options.spans is not None:
         _check_folder(options.spans)
+    loads = None
+    if options.expert_load_from is not None:
+        loads = MeasuredLoads.read(options.expert_load_from, job, options.overrides)
+        job = loads.of_job(job)
     question = IterationRequest(
         job, cluster, options.full, options.stragglers, options.jitter, options.seed, options.network
     )
     with count_bar("simulating an iteration") as show:
         found, on_fabric = question.forecast(), None
+        if loads is not None:
+            busier = question.with_expert_load(loads.high(job.layout.ep)).forecast()
+            found = replace(found, loads=loads, at_high_load=busier.summary)
         if options.fabric:
             on_fabric = question.fabric_outlook(partial(show, "simulating draws of the hash seeds"))
     written = _write(options, found)

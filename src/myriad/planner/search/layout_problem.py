@@ -86,6 +86,9 @@ class LayoutProblem:
     """Given keys of the layout: `tp`, `pp`, `dp`, `cp`, `ulysses`, `ep`, `etp`, `micro_batch`, `schedule`,
     `virtual_stages`, `zero`, `shard_group`; and those that all layouts have: `expert_load` and
     `expert_dispatch`."""
+    measured_loads: Mapping[int, float] = field(default_factory=dict)
+    """Load of the busiest rank by the number of ranks that share experts, as a run measured it; empty: not
+    measured."""
 
     def allows(self, key: str, value: object) -> bool:
         """Return whether a key of the layout may have this value."""
@@ -98,10 +101,9 @@ class LayoutProblem:
             return (self.overlap.tensor,)
         return (self.overlap.tensor or "turns", None)
 
-    @property
-    def expert_load(self) -> float:
-        """Value of `Layout.expert_load` of every layout."""
-        return float(self.fixed.get("expert_load", 1.0))
+    def expert_load(self, ep: int) -> float:
+        """Return the value of `Layout.expert_load` of layouts in which so many ranks share experts."""
+        return float(self.fixed.get("expert_load", self.measured_loads.get(ep, 1.0)))
 
     @property
     def expert_dispatch(self) -> ExpertDispatch:

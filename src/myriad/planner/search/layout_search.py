@@ -346,7 +346,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         on_cpu=problem.cluster.on_cpu,
         ep=grid.ep,
         whole_experts=grid.whole_experts,
-        expert_load=grid.problem.expert_load,
+        expert_load=grid.problem.expert_load(grid.ep),
         context=(grid.cp // grid.ulysses, grid.ulysses),
     )
     return memory, shape
