@@ -16,6 +16,7 @@ from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
 from myriad.checkpoint.checkpoint_files import load_model
+from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
 from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile, StoredTensor
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
@@ -251,6 +252,23 @@ def test_prediction_layers_that_the_weights_lack_are_those_of_a_new_run(
     assert events(without, "weights")[0]["unused_prediction_layers"] == 1
     kept = load_model(CheckpointFolder(without.checkpoints_path).of_step(1))
     assert kept.keys() == weights.shapes.keys()
+
+
+def test_exports_leave_the_loads_of_the_last_batch_out(start: Callable[..., Run], tmp_path: Path) -> None:
+    """A run that begins with an export begins with equal loads, and one without the key ignores them."""
+    model = LLAMA | {"experts": 4, "tied": False, "balance_scope": "batch"}
+    weights = random_weights(**(model | {"vocabulary": 320}))
+    source = exported(weights, tmp_path / "hf")
+    loads = {name for name in weights.shapes if name.endswith("batch_loads")}
+    assert len(loads) == 2 and HuggingFaceWeights(source).shapes.keys() == weights.shapes.keys() - loads
+    run = start("run", model, f"train.init_from={source}", "train.steps=1")
+    train(run)
+    assert "drawn_prediction_layers" not in events(run, "weights")[0]
+    trained = load_model(CheckpointFolder(run.checkpoints_path).of_step(1))
+    for name in loads:
+        assert float(trained[name].sum()) == pytest.approx(4) and trained[name].max() > 1
+    without = start("without", model | {"balance_scope": "sequence"}, f"train.init_from={run.path}")
+    check_initial(without, without.job())
 
 
 OTHERS = [

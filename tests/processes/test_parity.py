@@ -161,6 +161,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": 4,
         "expert_hidden": 24,
         "router_logit_bias": True,
+        "balance_scope": "batch",
+        "balance_loss": 0.1,
         "shared_experts": 1,
         "tied": False,
     },

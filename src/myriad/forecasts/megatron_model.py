@@ -189,6 +189,7 @@ def _expert_arguments(model: ModelConfig) -> dict[str, Value]:
         ("router_logit_bias", model.router_logit_bias),
         ("router_normalized", sigmoid and not model.router_normalized),
         ("expert_capacity", model.expert_capacity is not None),
+        ("balance_scope", model.has_batch_loads),
     ):
         if wrong:
             value = str(getattr(model, key)).lower()

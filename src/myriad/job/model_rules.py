@@ -60,7 +60,7 @@ _EXPERT_KEYS = (
     *("experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized"),
     *("router_scale", "balance_loss", "router_z_loss", "dense_layers", "expert_every"),
     *("shared_expert_gate", "balance_bias_rate", "router_groups", "router_group_limit", "router_group_score"),
-    *("router_logit_bias", "expert_capacity"),
+    *("router_logit_bias", "expert_capacity", "balance_scope"),
 )
 
 
@@ -72,6 +72,13 @@ def _check_experts(job: JobValues) -> None:
     allowed = f"at most model.experts = {model.experts}"
     need(chosen <= model.experts, "model.experts_per_token", chosen, allowed)
     _refuse_set(model, "model", ("block", "mup_base_width"), "{default} with model.experts")
+    scope = model.balance_scope
+    need(
+        scope == "sequence" or model.balance_loss > 0,
+        "model.balance_scope",
+        scope,
+        "needs model.balance_loss",
+    )
     load, most = job.layout.expert_load, max(1.0, model.largest_expert_load)
     allowed = f"at most {most:g}: with model.expert_capacity = {model.expert_capacity} experts drop the rest"
     need(model.expert_capacity is None or load <= most, "layout.expert_load", load, allowed)

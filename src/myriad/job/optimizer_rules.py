@@ -58,13 +58,15 @@ def _check_average(job: JobValues) -> None:
     need(not validates or comm.compress_parameters is None, "train.validate_ema", validates, allowed)
 
 
-def _check_router_bias(job: JobValues) -> None:
-    rate = job.model.balance_bias_rate
-    allowed = "needs comm.sync_every = 1: with DiLoCo replicas have biases of their own"
-    need(rate is None or job.comm.sync_every == 1, "model.balance_bias_rate", rate, allowed)
-    early = job.overlap.optimizer_in_backward
-    allowed = "needs overlap.optimizer_in_backward = false: loads are complete after the backward"
-    need(rate is None or not early, "model.balance_bias_rate", rate, allowed)
+def _check_batch_loads(job: JobValues) -> None:
+    """Check what follows the loads of the global batch."""
+    model, early = job.model, job.overlap.optimizer_in_backward
+    for key, used in (("balance_bias_rate", model.has_router_bias), ("balance_scope", model.has_batch_loads)):
+        value = getattr(model, key)
+        allowed = "needs comm.sync_every = 1: with DiLoCo replicas have loads of their own"
+        need(not used or job.comm.sync_every == 1, f"model.{key}", value, allowed)
+        allowed = "needs overlap.optimizer_in_backward = false: loads are complete after the backward"
+        need(not (used and early), f"model.{key}", value, allowed)
 
 
 def _check_statistics(job: JobValues) -> None:
@@ -155,7 +157,7 @@ OPTIMIZER_RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_muon,
     _check_qk_clip,
     _check_average,
-    _check_router_bias,
+    _check_batch_loads,
     _check_statistics,
 )
 

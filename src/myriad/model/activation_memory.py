@@ -239,7 +239,8 @@ def _sequence_bytes(model: ModelConfig, bytes_per_value: int) -> float:
     assert model.experts is not None
     scores, found = _FLOAT32 * model.experts, 0.0
     if model.balance_loss:  # the scores again, with their sum if they have none, and a sequence's load
-        found += scores + scores / model.sequence + (_FLOAT32 if model.router_scores == "sigmoid" else 0)
+        found += scores + (_FLOAT32 if model.router_scores == "sigmoid" else 0)
+        found += 0 if model.has_batch_loads else scores / model.sequence
     if model.shared_expert_gate:
         found += (model.hidden + 1) * bytes_per_value
     if model.router_z_loss:

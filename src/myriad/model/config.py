@@ -162,6 +162,11 @@ class ModelConfig(ModelKeys):
         """Whether each expert has a bias, which only the choice of experts sees."""
         return self.experts is not None and self.balance_bias_rate is not None
 
+    @property
+    def has_batch_loads(self) -> bool:
+        """Whether each router keeps the loads of the last batch, for its balance loss."""
+        return self.experts is not None and self.balance_scope == "batch"
+
     def expert_room(self, length: int) -> int:
         """Return the tokens of a sequence of this length that training lets an expert compute at most."""
         if self.expert_capacity is None or self.experts is None:
@@ -331,7 +336,7 @@ class ModelConfig(ModelKeys):
         shared += 0 if self.latent is None else self.latent.normed
         num_mlps = 1 if self.experts is None else self.experts + (self.shared_experts > 0)
         shared += self.hidden * (self.has_output_bias + self.bias * num_mlps)
-        shared += (self.experts or 0) * (self.has_router_bias + self.router_logit_bias)
+        shared += (self.experts or 0) * (self.has_router_bias + self.has_batch_loads + self.router_logit_bias)
         return shared + (2 * self.head_width * (1 + self.qk_norm_bias) if self.qk_norm == "head" else 0)
 
     @property

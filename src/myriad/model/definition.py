@@ -260,7 +260,12 @@ class HasExperts(Protocol):
 
     @property
     def balance_bias_rate(self) -> float | None:
-        """Change of an expert's bias in a step (`myriad.parallel.router_biases`); ``None``: no biases."""
+        """Change of an expert's bias in a step (`myriad.parallel.router_tables`); ``None``: no biases."""
+        ...
+
+    @property
+    def keeps_loads(self) -> bool:
+        """Whether routers keep the loads of the last batch, for their balance loss."""
         ...
 
     @property

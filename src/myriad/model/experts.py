@@ -2,7 +2,7 @@
 
     scores = softmax or sigmoid of x W (+ b) float32, [tokens, E]
     chosen = the k largest scores of a token, gates their values (divided by their sum, times a factor)
-             (with a bias of each expert: the k largest of score + bias, `myriad.parallel.router_biases`;
+             (with a bias of each expert: the k largest of score + bias, `myriad.parallel.router_tables`;
              with groups of experts: those of the best groups only)
     y      = sum over the chosen experts of gate x expert(x)  + the shared experts
 
@@ -25,7 +25,7 @@ gathered, for the two losses, which are of whole sequences.
 Training adds two terms to the loss, of each sequence alone, so that no layout changes them: the balance loss
 of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2, equations 17 to 20; with the same two factors as in Switch,
 arXiv 2101.03961), and the z-loss of the router (ST-MoE, arXiv 2202.08906). They are added where they arise:
-the reported loss has neither.
+the reported loss has neither. The balance loss may take the loads of the last batch instead of a sequence's.
 
 Legend: B batch, S sequence, H hidden, E experts, k experts of a token, T = B S tokens.
 """
@@ -56,7 +56,10 @@ from myriad.model.expert_dispatch import (
 from myriad.model.interleave import Steps, Whole, finish
 from myriad.model.mlp import ExpertMLP, GatedMLP
 
-__all__ = ["Experts", "Router"]
+__all__ = ["BATCH_LOADS", "Experts", "Router"]
+
+BATCH_LOADS = ".router.batch_loads"
+"""End of the full name of a vector that only training needs: `Router.batch_loads`."""
 
 
 class RoutingHook(Protocol):
@@ -87,6 +90,10 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.experts)) if config.has_router_bias else None
         self._groups, self._group_limit = config.router_groups, config.router_group_limit
         self._sums_two = config.router_group_score == "two_largest"
+        self.batch_loads = nn.Parameter(torch.empty(config.experts)) if config.has_batch_loads else None
+        """Tokens of each expert in the step before, over those of the mean one, for the balance loss."""
+        self.exact_loads: torch.Tensor | None = None
+        """The values of these in float32, if the parameter may have fewer digits."""
         self.exact_bias: torch.Tensor | None = None
         """The values of the bias in float32, if the parameter may have fewer digits."""
         self.routing: RoutingHook | None = None
@@ -126,9 +133,10 @@ class Router(nn.Module):
     def entropies(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the entropy of each token's scores, divided by their sum, in nats: ``[..., E]`` to
         ``[...]``."""
-        scores = self.scores(logits)
-        shares = scores if self._kind == "softmax" else scores / scores.sum(-1, keepdim=True)
-        return torch.special.entr(shares).sum(-1)
+        return torch.special.entr(self._shares_of(self.scores(logits))).sum(-1)
+
+    def _shares_of(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores if self._kind == "softmax" else scores / scores.sum(-1, keepdim=True)
 
     def choose(
         self, logits: torch.Tensor, context: Context | None = None, first: int = 0
@@ -174,25 +182,35 @@ class Router(nn.Module):
     def loss(self, logits: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """Return the balance loss and the z-loss, summed over the tokens of sequences ``[B, S, E]``: of all
         their positions, or of this rank's share."""
-        _, tokens, experts = logits.shape
         found = logits.new_zeros(())
         if self._z_loss:
             found = found + self._z_loss * logits.logsumexp(-1).square().sum()
         if self._balance:
-            scores = self.scores(logits)
-            largest = scores.detach().topk(self.num_chosen, -1).indices
-            if self.routing is not None and context is not None:
-                largest = self._routed("balance", largest, context, 0)
-            chosen = largest.flatten(1)
-            counts = scores.new_zeros(len(scores), experts)
-            counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
-            shares = scores / scores.sum(-1, keepdim=True) if self._kind == "sigmoid" else scores
-            of_sequence = tokens
-            if self._peers is not None:  # each rank adds the part of its tokens to a loss of whole sequences
-                counts, of_sequence = self._peers.sum(counts), tokens * self._peers.num_ranks
-            load = counts * (experts / (self.num_chosen * of_sequence))
-            found = found + self._balance * tokens * (load * shares.mean(1)).sum()
+            scores, of_batch = self.scores(logits), self.batch_loads is not None
+            weighted = self._by_batch(scores) if of_batch else self._by_sequence(scores, context)
+            found = found + self._balance * weighted
         return found
+
+    def _by_batch(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the sum over tokens of their shares of each score times the load of the last batch."""
+        assert self.batch_loads is not None, "of the job's scope"
+        loads = self.batch_loads.detach().float() if self.exact_loads is None else self.exact_loads
+        return (self._shares_of(scores).sum((0, 1)) * loads).sum()
+
+    def _by_sequence(self, scores: torch.Tensor, context: Context | None) -> torch.Tensor:
+        """Return the same with the loads of each sequence."""
+        _, tokens, experts = scores.shape
+        largest = scores.detach().topk(self.num_chosen, -1).indices
+        if self.routing is not None and context is not None:
+            largest = self._routed("balance", largest, context, 0)
+        chosen = largest.flatten(1)
+        counts = scores.new_zeros(len(scores), experts)
+        counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
+        of_sequence = tokens
+        if self._peers is not None:  # each rank adds the part of its tokens to a loss of whole sequences
+            counts, of_sequence = self._peers.sum(counts), tokens * self._peers.num_ranks
+        load = counts * (experts / (self.num_chosen * of_sequence))
+        return tokens * (load * self._shares_of(scores).mean(1)).sum()
 
 
 class Experts(nn.Module):

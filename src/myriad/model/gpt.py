@@ -110,6 +110,11 @@ class GPT:
         return self.config.balance_bias_rate
 
     @property
+    def keeps_loads(self) -> bool:
+        """Whether routers keep the loads of the last batch, for their balance loss."""
+        return self.config.has_batch_loads
+
+    @property
     def drops_tokens(self) -> bool:
         """Whether experts drop tokens in training."""
         return self.config.experts is not None and self.config.expert_capacity is not None
@@ -165,6 +170,7 @@ class GPT:
     def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:
         if len(shape) == 1:
             is_zero = name.endswith((".bias", ".logit_bias", ".sinks")) or self.config.norm_zero_centered
+            is_zero = is_zero and not name.endswith(".batch_loads")  # 1: all experts have equally many tokens
             return torch.full(shape, 0.0 if is_zero else 1.0, device="cpu")
         deviation = self.config.initial_deviation
         if name.endswith(("attention.output.weight", ".down.weight")):

@@ -90,8 +90,11 @@ class ModelKeys(Config):
     (with model.experts), rounded up; of the tokens that chose it, those at later positions are dropped, and
     get nothing from it. 1.25 is usual. Evaluation and generation drop none. off: no token is dropped."""
     balance_loss: float = Field(0.01, ge=0, le=100)
-    """Weight of the loss that training adds so that experts get equally many tokens of each sequence (with
-    model.experts). 0: none."""
+    """Weight of the loss that training adds so that experts get equally many tokens of each sequence, or of
+    each batch (model.balance_scope; with model.experts). 0: none."""
+    balance_scope: Literal["sequence", "batch"] = "sequence"
+    """Whose loads weight the balance loss (with model.experts). sequence: those of the token's sequence.
+    batch: those of the global batch of the step before, which lets experts specialize in some sequences."""
     balance_bias_rate: float | None = Field(None, ge=0, le=1)
     """Balance without a loss: each expert has a bias, which counts only where experts are chosen, and which
     each step raises by this much if the expert had fewer tokens of the global batch than the mean, or lowers

@@ -130,7 +130,7 @@ class Engine(ForwardEngine):
                 definition,
                 layout.shares or (num_micro_batches,) * layout.dp,
             ),
-            biases=self._biases,
+            router_tables=self._router_tables,
             before_update=lambda: self.before_update(),
             states_on_host=trained.states_on_host,
             offloads_master=offloads_master(layout, comm, dtype.itemsize),

@@ -40,7 +40,7 @@ from myriad.parallel.rank_model import (
     shape_of_loss,
     shapes_between_stages,
 )
-from myriad.parallel.router_biases import make_biases
+from myriad.parallel.router_tables import make_router_tables
 from myriad.parallel.runtime import Runtime
 from myriad.parallel.tensor_parallel import GroupBoundary, make_boundary
 from myriad.program.actions import Program
@@ -125,7 +125,7 @@ class ForwardEngine:
         self._start_runtime(sample, seed)
         self._check_order()
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
-        self._biases = make_biases(definition, self.model, self._model_state, groups)
+        self._router_tables = make_router_tables(definition, self.model, self._model_state, groups)
         self.reader: LayoutReader | None = None
         """Reads texts with caches of keys and values, once `open_reader` has made it."""
 
@@ -291,13 +291,13 @@ class ForwardEngine:
 
     def _mark_stale(self) -> None:
         """Mark what is computed from the parameters as stale: they were set."""
-        if self._biases is not None:
-            self._biases.mark_stale()
+        for table in self._router_tables:
+            table.mark_stale()
 
     def _refresh(self) -> None:
         """Compute what is stale. A collective call of all ranks."""
-        if self._biases is not None:
-            self._biases.refresh()
+        for table in self._router_tables:
+            table.refresh()
 
     def close(self) -> None:
         """Wait for the collectives in flight. The engine cannot be used afterwards."""

@@ -35,7 +35,7 @@ from myriad.parallel.model_state import ModelState, ParameterSums
 from myriad.parallel.partial_gradients import PartialGradients
 from myriad.parallel.qk_clip import QKClip
 from myriad.parallel.rank_model import RankModel
-from myriad.parallel.router_biases import RouterBiases
+from myriad.parallel.router_tables import RouterTable
 from myriad.parallel.state_offload import StateOffload
 from myriad.parallel.step_statistics import ExpertLoad, LayerNorms, StepStatistics
 from myriad.parallel.user_means import UserMeans
@@ -122,7 +122,7 @@ class OptimizerStep:
         kernels: Kernels,
         recorder: Recorder,
         statistics: StepStatistics,
-        biases: RouterBiases | None,
+        router_tables: Sequence[RouterTable],
         before_update: Callable[[], None],
         states_on_host: frozenset[int] = frozenset(),
         offloads_master: bool = False,
@@ -137,8 +137,8 @@ class OptimizerStep:
         self._model, self._state, self._groups, self._outputs = model, state, groups, outputs
         self._clip_norm, self._updates_early, self._scaler = config.clip_norm, updates_early, loss_scaler
         self._recorder, self._before_update, self.statistics = recorder, before_update, statistics
-        assert biases is None or not (updates_early or trains_alone), "a job's rule"
-        self._biases = biases
+        assert not (router_tables and (updates_early or trains_alone)), "a job's rule"
+        self._router_tables = router_tables
         layout, device = groups.grid.layout, state.counts.device
         self._num_replicas = layout.dp if trains_alone else 1
         """Number of replicas that have their own gradients at the step."""
@@ -255,8 +255,8 @@ class OptimizerStep:
         if not self._result.skipped:
             noise = self.statistics.noise_of(found["statistics"], scale, self._now.num_targets)
             self._result = replace(self._result, noise=noise)
-        if self._biases is not None and not self._skips:
-            self._biases.move(loads)
+        for table in () if self._skips else self._router_tables:
+            table.move(loads)
         if not (self._skips or self._updates_early):
             norm = math.sqrt(norms[self._state.replica])
             self.optimizer.begin(self._now.learning_rate, clip_scale(norm, self._clip_norm) / scale)
@@ -353,8 +353,8 @@ class OptimizerStep:
                 self.optimizer.update(self._state.regions_of[chunk], stays)
                 if self._qk_clip is not None:
                     self._qk_clip.clip(chunk)
-                if self._biases is not None:
-                    self._biases.write(chunk)
+                for table in self._router_tables:
+                    table.write(chunk)
                 self.statistics.after_update(chunk, before)
                 if self.average is not None:
                     self.average.update(self._state.regions_of[chunk], self.optimizer.steps_done + 1)

@@ -36,6 +36,8 @@ SHAPES: list[dict[str, Any]] = [
     {"experts": 5, "experts_per_token": 5, "balance_loss": 0.0},
     {"experts": 8, "experts_per_token": 3, "router_scores": "sigmoid", "balance_bias_rate": 0.1},
     {"experts": 8, "router_groups": 4, "router_group_limit": 2, "router_normalized": False},
+    {"experts": 4, "balance_scope": "batch"},
+    {"experts": 4, "balance_scope": "batch", "router_scores": "sigmoid"},
     {"experts": 4, "bias": True, "router_logit_bias": True, "activation": "clamped_swiglu"},
     {"experts": 4, "bias": True, "shared_experts": 2, "shared_expert_gate": True, "activation": "swiglu"},
     {"experts": 4, "router_logit_bias": True, "balance_bias_rate": 0.1, "router_scores": "sigmoid"},
@@ -84,6 +86,7 @@ def by_definition(
     y = (each * gates[..., None, :]).sum(-1) * config.router_scale
     shares = scores / scores.sum(-1, keepdim=True)
     load = largest.float().mean(1) * count / k
+    load = load if experts.router.batch_loads is None else experts.router.batch_loads.detach()
     balance = (load * shares.mean(1)).sum() * x.shape[1]
     z_loss = logits.exp().sum(-1).log().square().sum()
     if experts.shared is not None:
@@ -99,7 +102,8 @@ def test_values_and_gradients_are_those_of_the_definition(keys: dict[str, Any]) 
     x, weights = torch.randn(3, 7, 16, requires_grad=True), torch.randn(3, 7, 16)
     y = experts(x, experts.router(x, FACTOR))
     (y * weights).sum().backward()
-    learned = [one for name, one in experts.named_parameters() if name != "router.bias"]
+    kept = ("router.bias", "router.batch_loads")  # from step to step
+    learned = [one for name, one in experts.named_parameters() if name not in kept]
     found = [x.grad, *(parameter.grad for parameter in learned)]
     x.grad = None
     experts.zero_grad(set_to_none=True)
@@ -265,7 +269,7 @@ def test_parameters_and_flops_are_counted(keys: dict[str, Any]) -> None:
     routers = 6.0 * config.layers * config.hidden * rows
     assert config.flops_per_token() == dense.flops_per_token() + routers
     router = rows * config.hidden + (config.experts or 0) * (
-        config.has_router_bias + config.router_logit_bias
+        config.has_router_bias + config.has_batch_loads + config.router_logit_bias
     )
     if config.bias:  # each expert has its last bias, and the shared ones; the dense MLP one in all
         each += config.expert_width * config.up_matrices

@@ -43,6 +43,17 @@ def test_two_against_two_are_four_suspects() -> None:
 def test_experts_are_compared_among_the_ranks_that_hold_the_same() -> None:
     job = load_job("tiny-moe", ["layout.dp=4", "layout.ep=2", "resilience.verify_every=1"])
     assert expert_replica_groups(job) == ((0, 2), (1, 3))
+    keys = [
+        "layout.dp=8",
+        "layout.ep=2",
+        "layout.zero=3",
+        "layout.shard_group=4",
+        "resilience.verify_every=1",
+    ]
+    apart = load_job("tiny-moe", [*keys, "train.global_batch=8"])
+    assert (
+        expert_replica_groups(apart) == replica_groups(apart) == tuple((rank, rank + 4) for rank in range(4))
+    )
     assert expert_replica_groups(load_job("tiny-moe", ["layout.dp=4", "resilience.verify_every=1"])) == ()
     dense, experts = 5 << 32, (1, 2)
     same = {rank: dense | experts[rank % 2] for rank in range(4)}

@@ -34,6 +34,7 @@ from myriad.checkpoint.storage.staged_folder import staged_folder
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.model.experts import BATCH_LOADS
 from myriad.system.whole_file import is_own_file, read_regular
 
 __all__ = [
@@ -317,9 +318,10 @@ def write_folder(
 
 def _refuse_other_weights(weights: Weights, mappings: Sequence[TensorMapping]) -> None:
     """Raise `BadInputError` if the weights are not those of the model to be written, which has no prediction
-    layers."""
+    layers and no loads of experts."""
     expected = {mapping.name: mapping.shape for mapping in mappings}
-    found = (name for name in weights.shapes if not name.startswith("head.predictions."))
+    written = (name for name in weights.shapes if not name.startswith("head.predictions."))
+    found = (name for name in written if not name.endswith(BATCH_LOADS))
     for name in sorted(expected.keys() | set(found)):
         here, there = expected.get(name), weights.shapes.get(name)
         if here != there:

@@ -29,6 +29,7 @@ from myriad.job.job_changes import check_resume
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import full_shape
+from myriad.model.experts import BATCH_LOADS
 from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard
 from myriad.parallel.engine import Engine
@@ -96,7 +97,7 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     where = first_rank_finds(lambda: _open(source, job, every_byte=True).where, engine)
     assert where is not None, "it is the place that was opened"
     weights = _open(where, job, verified=True)
-    lacking, unused = _unmatched_predictions(shapes_of(job.model), weights.shapes)
+    lacking, unused = _unmatched(shapes_of(job.model), weights.shapes)
     if lacking:
         engine.draw_initial(lacking)
     fill_parameters(weights, engine, lacking)
@@ -104,7 +105,7 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
     description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes.keys() - unused)}
     counts = {"drawn_prediction_layers": lacking, "unused_prediction_layers": unused}
-    description |= {key: len(_predictions_of(names)) for key, names in counts.items() if names}
+    description |= {key: number for key, names in counts.items() if (number := len(_predictions_of(names)))}
     if isinstance(weights, HuggingFaceWeights) and weights.num_left_out:
         description["unused_prediction_layers"] = weights.num_left_out
     differs = _differences(weights.model, job.model)
@@ -216,18 +217,20 @@ def _predictions_of(names: Iterable[str]) -> set[str]:
     return {found.group() for name in names if (found := _PREDICTION.match(name))}
 
 
-def _unmatched_predictions(here: Shapes, there: Shapes) -> tuple[set[str], set[str]]:
-    """Return the tensors of the prediction layers that only the model here has, and only the source."""
+def _unmatched(here: Shapes, there: Shapes) -> tuple[set[str], set[str]]:
+    """Return the tensors that only the model here has, and only the source, if they are of prediction layers
+    or loads of experts."""
     both = _predictions_of(here) & _predictions_of(there)
     lacking, unused = (
         {name for name in shapes if (found := _PREDICTION.match(name)) and found.group() not in both}
-        for shapes in (here, there)
+        | {name for name in shapes.keys() - other.keys() if name.endswith(BATCH_LOADS)}
+        for shapes, other in ((here, there), (there, here))
     )
     return lacking, unused
 
 
 def _refuse_other_shapes(source: str, here: Shapes, there: Shapes) -> None:
-    unmatched = set[str]().union(*_unmatched_predictions(here, there))
+    unmatched = set[str]().union(*_unmatched(here, there))
     both = (name for name in {**here, **there} if name not in unmatched)
     other = [name for name in both if here.get(name) != there.get(name)]
     if not other:

@@ -1,5 +1,5 @@
-"""If these fail, the biases that balance experts do not follow the loads of the whole batch, or depend on the
-layout or on an interruption."""
+"""If these fail, the biases that balance experts, or the loads of their balance loss, do not follow the whole
+batch, or depend on the layout or on an interruption."""
 
 import os
 from pathlib import Path
@@ -30,24 +30,27 @@ MODEL: dict[str, Any] = {
     "dense_layers": 1,
     "prediction_layers": 1,
     "balance_bias_rate": RATE,
+    "balance_loss": 0.1,
+    "balance_scope": "batch",
 }
+VECTORS = ("router.bias", "router.batch_loads")
 Step = tuple[tuple[str, int, float], dict[str, np.ndarray]]
 
 
-def biases_of(path: Path) -> dict[str, np.ndarray]:
+def vectors_of(path: Path) -> dict[str, np.ndarray]:
     found = {name: tensor.numpy() for name, tensor in load_model(path, "").items()}
-    return {name: values for name, values in found.items() if name.endswith("router.bias")}
+    return {name: values for name, values in found.items() if name.endswith(VECTORS)}
 
 
 def steps(case: Case, folder: Path) -> list[Step]:
-    """The busiest expert and, on rank 0, all stored biases and moments of biases, after each step."""
+    """The busiest expert and, on rank 0, all stored biases and loads with their moments, after each step."""
     engine, found = make_engine(case), list[Step]()
     for step in range(3):
         batch = batch_of_rank(case, engine, step)
         result = engine.train_step(lambda batch=batch: batch, 1e-3, case.global_batch * 16)
         assert result.expert_load is not None
         path = save(CheckpointFolder(folder), step + 1, list(engine.shards()), {})
-        found.append((tuple(result.expert_load), biases_of(path) if os.environ["RANK"] == "0" else {}))
+        found.append((tuple(result.expert_load), vectors_of(path) if os.environ["RANK"] == "0" else {}))
         engine.evaluate(lambda batch=batch: batch)
     engine.close()
     close_world()
@@ -58,11 +61,15 @@ def test_they_are_moved_against_the_load_of_all_ranks_alike(tmp_path: Path) -> N
     alone = run_ranks(1, steps, Case({}, MODEL), tmp_path / "alone")[0]
     (layer, expert, _), first = alone[0]
     places = ["blocks.1", "blocks.2", "head.predictions.0.block"]
-    names = {f"model.{place}.mlp.router.bias" for place in places}
+    names = {f"model.{place}.mlp.{vector}" for place in places for vector in VECTORS}
     assert names == {name for name in first if name.startswith("model.")}
     assert first[f"model.{layer}.mlp.router.bias"][expert] == -RATE
+    loads = first[f"model.{layer}.mlp.router.batch_loads"]
+    assert loads.argmax() == expert and loads[expert] == pytest.approx(alone[0][0][2]) and loads.sum() == 4
     for name, values in alone[-1][1].items():
-        if name.startswith("model."):
+        if name.startswith("model.") and name.endswith("batch_loads"):
+            assert values.sum() == pytest.approx(4) and not np.array_equal(values, first[name])
+        elif name.startswith("model."):
             assert np.array_equal(values % RATE, np.zeros(4)) and abs(values).max() <= 3 * RATE
             assert values.min() < 0 < values.max()
         else:
@@ -87,7 +94,7 @@ def choices_after_changes(case: Case, folder: Path) -> None:
     def check(path: Path, prefix: str) -> None:
         batch = batch_of_rank(case, engine, 0)
         engine.evaluate(lambda: batch)
-        stored = biases_of(path)
+        stored = vectors_of(path)
         for stage in engine.model.stages.values():
             for index, layer in stage.layers.items():
                 for name, router in layer.named_modules(prefix=engine._definition.names[index]):
@@ -95,6 +102,8 @@ def choices_after_changes(case: Case, folder: Path) -> None:
                         assert router.bias is not None and router.exact_bias is not None
                         values = torch.from_numpy(stored[f"{prefix}{name}.bias"])
                         assert torch.equal(router.exact_bias, values)
+                        loads = torch.from_numpy(stored[f"{prefix}{name}.batch_loads"])
+                        assert router.exact_loads is not None and torch.equal(router.exact_loads, loads)
                         names.append(name)
 
     paths = []
@@ -133,6 +142,7 @@ def test_a_resumed_run_goes_on_with_their_bits_in_half_precision(tmp_path: Path)
         keys = ["layout.dp=2", "layout.zero=2", "train.precision=bfloat16", f"train.steps={last}"]
         keys += ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]
         keys += [f"data.corpus={corpus}", "model.balance_bias_rate=0.003", "train.global_batch=4"]
+        keys += ["model.balance_scope=batch", "model.balance_loss=0.1"]
         keys += ["optimizer.final_learning_rate_ratio=1", "optimizer.warmup_steps=0"]
         job = load_job("tiny-moe", keys)
         run.create_or_resume(job)
