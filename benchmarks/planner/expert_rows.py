@@ -52,7 +52,7 @@ GROK = LLAMA | {
 }  # fmt: skip
 MEGASCALE = LLAMA | {
     "layers": 60, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocabulary": 65536,
-    "sequence": 8192, "experts": 32, "experts_per_token": 3,
+    "sequence": 8192, "experts": 32, "experts_per_token": 3, "shared_experts": 1,
 }  # fmt: skip
 
 

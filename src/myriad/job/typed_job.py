@@ -134,10 +134,13 @@ def load_job_to_plan(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     """Return a job for the planner, which chooses the layout. Raises `BadInputError`.
 
     The file's ``[layout]`` is ignored, so that a recipe's layout never restricts a plan: `Job.layout` holds
-    only the overrides (its ``model_fields_set``). Rules that need a layout are not checked.
+    only the overrides (its ``model_fields_set``). So is ``overlap.pairs``, which not every layout can have.
+    Rules that need a layout are not checked.
     """
     tree = read_recipe("jobs", name_or_path, "job")
     tree.pop("layout", None)
+    if isinstance(overlap := tree.get("overlap"), dict):
+        overlap.pop("pairs", None)
     job = _validated(tree, overrides)
     for rule in PLANNING_RULES:
         rule(job)

@@ -13,7 +13,7 @@ from planned import MODEL, candidates, problem_of
 
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
-from myriad.job import load_job_to_plan
+from myriad.job import load_job, load_job_to_plan
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.rank_memory import memory_of_ranks
@@ -318,3 +318,10 @@ def test_a_plan_has_more_ranks_than_key_value_heads() -> None:
     assert tensor_degrees(model.model_copy(update={"heads": 24, "kv_heads": 4, "ffn_hidden": 96})) == [
         1, 2, 4, 8,
     ]  # fmt: skip
+
+
+def test_a_job_in_pairs_can_be_planned_again() -> None:
+    """A plan in pairs is a job, and the recipe of MegaScale-MoE is one."""
+    job = load_job_to_plan("megascale-moe-352b")
+    assert not job.overlap.pairs and job.layout == Layout()
+    assert load_job("megascale-moe-352b").overlap.pairs
