@@ -339,7 +339,11 @@ IN_PAIRS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 1}),
-    ("experts", "adamw", {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "schedule": "dualpipe-v"}),
+    (
+        "experts",
+        "adamw",
+        {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "schedule": "dualpipe-v", "zero": 3},
+    ),
 ]
 
 

@@ -335,10 +335,6 @@ def lacks_for_pairs(layout: Layout, overlap: OverlapConfig) -> str:
             "overlap.pipeline = true: a rank in a pair does not wait for a transfer between its two halves",
         ),
         (
-            layout.zero < 3,
-            "layout.zero below 3: parameters are gathered and released for one chunk after the other",
-        ),
-        (
             layout.recompute != "full",
             "layout.recompute = none or selective: recomputed layers exchange tokens again",
         ),

@@ -17,17 +17,36 @@ makes a pair of each two chunks, the first of the forward with the last of the b
 What came between two compute actions comes before the pair, and the send of the forward's output after it.
 A pair is atomic: other ranks wait for both outputs until its end. In a pipeline, forwards must therefore run
 further ahead than in 1F1B, where each rank would wait for every other pair (`myriad.comm.layout`).
+
+With ZeRO 3 the parameters of both chunks are gathered before a pair, and released when the rank goes on to
+other stages.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
-from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program
-from myriad.program.passes import split_at_computes
+from myriad.program.actions import (
+    COMPUTE,
+    SEMANTICS,
+    Action,
+    Collective,
+    Kind,
+    Payload,
+    Program,
+    Resource,
+    kinds_where,
+)
+from myriad.program.passes import GATHER_AHEAD, PlacedGathers, split_at_computes
 from myriad.program.schedules import num_alone
 
 __all__ = ["pair_computes"]
+
+_MOVES_PARAMETERS = kinds_where(
+    lambda does: Collective.GATHER in (does.starts, does.ends) or Resource.PARAMETERS in does.frees
+)
+"""Actions that make a stage's parameters whole, or free them."""
 
 
 def pair_computes(program: Program, num_chunks: int = 1) -> Program:
@@ -36,11 +55,77 @@ def pair_computes(program: Program, num_chunks: int = 1) -> Program:
     alone = (
         num_alone(program, program.virtual_stages // num_chunks, rank) for rank in range(program.num_ranks)
     )
+    lowering = program.lowering
+    gathers = lowering is not None and lowering.zero == 3
     ranks = (
-        tuple(_paired(actions, num_chunks, first))
+        _gathered(actions, num_chunks, first) if gathers else tuple(_paired(actions, num_chunks, first))
         for actions, first in zip(program.ranks, alone, strict=True)
     )
     return replace(program, ranks=tuple(ranks))
+
+
+def _gathered(actions: Sequence[Action], num_chunks: int, num_first: int) -> tuple[Action, ...]:
+    """Return one rank's list in pairs, in which parameters are gathered and released as pairs use them."""
+    end = next(at for at, action in enumerate(actions) if action.kind in (Kind.CLIP, Kind.STEP))
+    plain, updated = list[Action](), set[int]()
+    for action in actions[:end]:
+        if action.kind is Kind.UPDATE:
+            updated.add(action.stage)
+        # what is gathered after an update is for the next iteration
+        if action.kind not in _MOVES_PARAMETERS or action.stage in updated:
+            plain.append(action)
+    overlaps = any(action.kind is Kind.AWAIT_GATHER for action in actions)
+    units = _units(_paired(plain, num_chunks, num_first))
+    ends = list(accumulate((_num_computes(unit) for unit in units), initial=0))
+
+    def earliest(unit: int) -> int:
+        return bisect_right(ends, max(0, ends[unit] - GATHER_AHEAD)) - 1
+
+    placed = PlacedGathers(
+        len(units), _whole_spans(units, num_chunks), releases=True, earliest=earliest if overlaps else None
+    )
+    found: list[Action] = []
+    for unit, released, starts, waits in zip(
+        units, placed.released, placed.starts, placed.waits, strict=True
+    ):
+        middle = len(unit) - _num_computes(unit)
+        found += [*released, *starts, *unit[:middle], *waits, *unit[middle:]]
+    return (*found, *actions[end:])
+
+
+def _units(actions: Iterable[Action]) -> list[list[Action]]:
+    """Split a list into what comes up to each compute action or pair, and the rest."""
+    units: list[list[Action]] = [[]]
+    for action in actions:
+        units[-1].append(action)
+        if action.kind in COMPUTE and SEMANTICS[action.kind].pairs != "opens":
+            units.append([])
+    return units
+
+
+def _num_computes(unit: Iterable[Action]) -> int:
+    return sum(action.kind in COMPUTE for action in unit)
+
+
+def _whole_spans(units: Sequence[Sequence[Action]], num_chunks: int) -> dict[int, list[tuple[int, int]]]:
+    """Return for each chunk, in order of first use, the intervals in which its parameters must be whole, as
+    the first and the last unit. As without pairs they stay whole between two uses where the rank computes
+    with each unit's chunks of the same stage of the layout."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    since: dict[int, int] = {}
+    before: set[int] = set()
+    for index, unit in enumerate(units):
+        chunks = [action.stage for action in unit if action.kind in COMPUTE]
+        now = {chunk // num_chunks for chunk in chunks}
+        since |= dict.fromkeys(now - before, index)
+        for chunk in dict.fromkeys(chunks):
+            own = spans.setdefault(chunk, [])
+            if own and own[-1][1] >= since[chunk // num_chunks]:
+                own[-1] = own[-1][0], index
+            else:
+                own.append((index, index))
+        before = now
+    return spans
 
 
 _Gaps = Sequence[Sequence[Action]]

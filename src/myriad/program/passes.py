@@ -33,7 +33,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from myriad.program.actions import (
@@ -51,6 +51,8 @@ from myriad.program.config import OverlapConfig
 from myriad.program.timeline import needed_transfer
 
 __all__ = [
+    "GATHER_AHEAD",
+    "PlacedGathers",
     "apply_passes",
     "cut_stages",
     "decouple",
@@ -66,7 +68,7 @@ _FEW_SHARERS, _MOST_STAGES_AHEAD = 8, 3
 """A chunk of a few layers has a matrix for each of so many ranks. With more ranks, three stages ahead let
 four times as many work at once; messages of seven stages are then in flight, after activations are freed."""
 
-_GATHER_AHEAD = 2
+GATHER_AHEAD = 2
 """Compute actions between issuing a gather and using it, with ZeRO 3. At most two chunks are whole at a
 time."""
 _GAP_ENDS = COMPUTE | {Kind.STEP}
@@ -194,23 +196,48 @@ def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]
     assert program.lowering is not None
     zero = program.lowering.zero
     gaps = split_at_computes(actions)
-    starts: list[list[Action]] = [[] for _ in gaps]
-    waits: list[list[Action]] = [[] for _ in gaps]
-    after: list[list[Action]] = [[] for _ in gaps]
-    for stage, spans in _whole_spans(gaps).items() if zero >= 1 else ():
-        released = 0
-        for first, last in spans:
-            start = max(released, first - _GATHER_AHEAD) if zero == 3 else 0
-            starts[start].append(Action(Kind.START_GATHER, stage))
-            waits[first].append(Action(Kind.AWAIT_GATHER, stage))
-            if zero == 3:
-                released = last + 1
-                after[released].append(Action(Kind.RELEASE, stage))
+    spans, releases = _whole_spans(gaps) if zero >= 1 else {}, zero == 3
+    placed = PlacedGathers(
+        len(gaps),
+        spans,
+        releases=releases,
+        earliest=lambda gap: max(0, gap - GATHER_AHEAD) if releases else 0,
+    )
     for index, stage, next_sum in _reduces(gaps):
         latest = index + _REDUCE_BEHIND if program.lowering.reduce == "each" else len(gaps)
-        waits[min(next_sum, latest)].append(Action(Kind.AWAIT_REDUCE, stage))
-    for gap, *added in zip(gaps, after, starts, waits, strict=True):
+        placed.waits[min(next_sum, latest)].append(Action(Kind.AWAIT_REDUCE, stage))
+    for gap, *added in zip(gaps, placed.released, placed.starts, placed.waits, strict=True):
         yield from _overlapped_gap(gap, *added)
+
+
+class PlacedGathers:
+    """Gathers of parameters, and what frees them, for each gap of a list."""
+
+    def __init__(
+        self,
+        num_gaps: int,
+        spans: Mapping[int, Sequence[tuple[int, int]]],
+        *,
+        releases: bool,
+        earliest: Callable[[int], int] | None,
+    ) -> None:
+        """``spans``: the intervals in which a stage's parameters must be whole, as the first and the last
+        gap; in order of first use. ``releases``: free them after each interval (ZeRO 3). ``earliest``: the
+        gap, at least 0, from which a gather may be issued that is needed in another one; ``None``: it is
+        issued where it is needed."""
+        self.released: list[list[Action]] = [[] for _ in range(num_gaps)]
+        self.starts: list[list[Action]] = [[] for _ in range(num_gaps)]
+        self.waits: list[list[Action]] = [[] for _ in range(num_gaps)]
+        needed = Kind.GATHER if earliest is None else Kind.AWAIT_GATHER
+        for stage, own in spans.items():
+            end = 0
+            for first, last in own:
+                if earliest is not None:
+                    self.starts[max(end, earliest(first))].append(Action(Kind.START_GATHER, stage))
+                self.waits[first].append(Action(needed, stage))
+                if releases:
+                    end = last + 1
+                    self.released[end].append(Action(Kind.RELEASE, stage))
 
 
 def _whole_spans(gaps: list[list[Action]]) -> dict[int, list[tuple[int, int]]]:

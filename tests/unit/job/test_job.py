@@ -172,7 +172,6 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["overlap.pairs=true"], "overlap.pairs", "needs layout.ep above 1"),
         ([*IN_PAIRS, "layout.schedule=gpipe"], "overlap.pairs", "layout.schedule = 1f1b"),
         ([*IN_PAIRS, "layout.pp=2"], "overlap.pairs", "layout.schedule = eager-1f1b"),
-        ([*IN_PAIRS, "layout.zero=3"], "overlap.pairs", "needs layout.zero below 3"),
         ([*IN_PAIRS, "layout.recompute=full"], "overlap.pairs", "layout.recompute = none"),
         ([*IN_PAIRS, "train.global_batch=2"], "overlap.pairs", "at least 2 micro-batches"),
         ([*IN_PAIRS, *IN_A_V, "train.global_batch=4"], "overlap.pairs", "at least 3 micro-batches"),

@@ -190,8 +190,16 @@ def test_pairs_are_tried_on_the_fastest_layouts_and_are_neighbours() -> None:
     assert not without.candidate.overlap.pairs and best.seconds < without.seconds
     near = dict(neighbour_layouts(problem, without.candidate))
     assert near["overlap.pairs on"].overlap.pairs
-    whole = without.candidate.layout.model_copy(update={"zero": 3})
-    assert replace(without.candidate, layout=whole).in_pairs(problem) is None
+    again = without.candidate.layout.model_copy(update={"recompute": "full"})
+    assert replace(without.candidate, layout=again).in_pairs(problem) is None
+
+
+def test_a_v_is_tried_in_pairs_as_dualpipe() -> None:
+    problem = replace(PROBLEM, searches_pairs=True)
+    layout = Layout(dp=8, pp=2, ep=8, virtual_stages=2, schedule="zero-bubble-v")
+    candidate = LayoutCandidate(layout, OverlapConfig(), 0.0, 0.0, 1.0).in_pairs(problem)
+    assert candidate is not None
+    assert candidate.layout.schedule == "dualpipe-v" and candidate.overlap.pairs
 
 
 def test_the_search_divides_experts_among_replicas() -> None:

@@ -64,7 +64,7 @@ def paired(draw: st.DrawFn, most_ranks: int = 4, most_micro_batches: int = 9) ->
     num_micro_batches = draw(st.integers(2, most_micro_batches))
     program = lower(
         schedule(name, num_ranks, virtual_stages, num_micro_batches, pairs=True),
-        zero=draw(st.integers(0, 2)),
+        zero=draw(st.integers(0, 3)),
         reduce=draw(st.sampled_from(["last", "each"])),
         tied=draw(st.booleans()),
     )
