@@ -90,8 +90,8 @@ class GradientSink:
         """Start a new sum: the first write overwrites the memory; `settle` zeroes it if there is none."""
         self._is_blank = True
 
-    def _take(self) -> tuple[torch.Tensor, bool]:
-        """Return the memory to write to, and whether the write must overwrite its content."""
+    def take(self) -> tuple[torch.Tensor, bool]:
+        """Return the memory to write to now, and whether the write must overwrite its content."""
         is_first, self._is_blank = self._is_blank, False
         return self._memory, is_first
 
@@ -105,13 +105,13 @@ class GradientSink:
 
     def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
         """Compute ``total += grad_output^T x`` now: ``[T, O]`` and ``[T, I]`` to ``[O, I]``."""
-        total, first = self._take()
+        total, first = self.take()
         accumulate_product(total, grad_output, x, first=first)
 
     def add_float8(self, columns: Scaled, x: Float8Operand) -> None:
         """Add the float8 product now, from the result of `Float8.gradient` for the outputs' gradient."""
         assert self.float8 is not None
-        total, first = self._take()
+        total, first = self.take()
         self.float8.add_weight_gradient(total, columns, x, first=first)
 
     def add_rows(self, rows: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class GradientSink:
         if scale != 1.0:
             self.total.add_(gradient, alpha=scale)
             return
-        total, first = self._take()
+        total, first = self.take()
         if first and gradient.is_sparse:
             total.zero_().add_(gradient)
         elif first:
@@ -135,7 +135,7 @@ class GradientSink:
     def add_scaled(self, gradient: torch.Tensor, scale: torch.Tensor) -> None:
         """Compute ``total += scale * gradient`` now, for a float32 ``gradient`` and a ``scale`` on the
         device."""
-        total, first = self._take()
+        total, first = self.take()
         if first:
             torch.mul(gradient, scale, out=total)
         else:

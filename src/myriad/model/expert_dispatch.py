@@ -18,7 +18,7 @@ one with "rank", and a hop is the same function: to a destination, on to the nex
 Legend: T tokens, H hidden, k experts of a token, m destinations of a token at most, D destinations.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,10 @@ from torch.nn import functional as F
 from myriad.model.boundary import Boundary
 
 __all__ = ["Combine", "Dispatch", "Places", "Reordered", "RoutedTokens", "by_expert", "travel_once"]
+
+
+_PIECE_VALUES = 2**17
+"""Values of a piece, of which a core's cache holds several in float32."""
 
 
 class Places(NamedTuple):
@@ -69,18 +73,40 @@ class Places(NamedTuple):
         destination; ``gates`` ``[T, m]`` multiply them, in float32."""
         if not len(rows):
             return rows.new_zeros(num_tokens, *rows.shape[1:])
-        begins, weights = self.begins, None
+        begins = self.begins
         if begins is None:
             begins = torch.arange(0, len(rows), len(rows) // num_tokens, device=rows.device)
-        if gates is not None and rows.dtype.itemsize >= gates.dtype.itemsize:
+        if gates is not None and rows.dtype.itemsize < gates.dtype.itemsize:
+            return self._narrow_sums(rows, gates, begins)
+        weights = None
+        if gates is not None:
             weights = gates.flatten().index_select(0, self.pairs.index_select(0, self.back)).to(rows.dtype)
-        elif gates is not None:
-            rows = rows * gates.flatten().index_select(0, self.pairs)[:, None]
         return F.embedding_bag(self.back, rows, begins, mode="sum", per_sample_weights=weights)
+
+    def _narrow_sums(self, rows: torch.Tensor, gates: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+        """Return `sum_by_token` of values narrower than their ``gates``, which multiply and sum them in
+        float32, in pieces."""
+        sums = rows.new_zeros(len(begins), rows.shape[1])
+        pieces = list(_pieces(sums, len(rows) // len(begins) + 1))
+        firsts = [int(begins[piece.start]) for piece in pieces] if len(pieces) > 1 else [0]
+        for piece, first, end in zip(pieces, firsts, [*firsts[1:], len(rows)], strict=True):
+            places = self.back[first:end]
+            factors = gates.flatten().index_select(0, self.pairs.index_select(0, places))[:, None]
+            results = rows.index_select(0, places) * factors
+            numbers = torch.arange(len(results), device=rows.device)
+            sums[piece] = F.embedding_bag(numbers, results, begins[piece] - first, mode="sum")
+        return sums
 
     def to_tokens(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return values of the pairs ``[P]`` as ``[T, m]``, with zeros for pairs that are absent."""
         return values.new_zeros(shape.numel()).index_copy_(0, self.pairs, values).view(shape)
+
+
+def _pieces(rows: torch.Tensor, factor: int = 1) -> Iterator[slice]:
+    """Yield slices of rows that, times ``factor``, stay in a core's cache; on a GPU one of all."""
+    step = len(rows) if rows.is_cuda else max(1, _PIECE_VALUES // (rows.shape[1] * factor))
+    for start in range(0, len(rows), max(step, 1)):
+        yield slice(start, start + step)
 
 
 def by_expert(arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,15 +202,18 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, gates: torch.Tensor, places: Places) -> torch.Tensor:
         _keep(ctx, places, rows, gates)
-        return places.sum_by_token(rows, len(gates), gates).to(rows.dtype)
+        return places.sum_by_token(rows, len(gates), gates)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         places, (rows, gates) = _kept(ctx), ctx.saved_tensors[4:]
-        grad = grads[0].index_select(0, places.tokens)
-        of_pairs = gates.flatten().index_select(0, places.pairs)[:, None]
-        grad_gates = places.to_tokens((rows.float() * grad).sum(-1), gates.shape)
-        return (grad * of_pairs).to(rows.dtype), grad_gates, None
+        grad_rows, of_gates = torch.empty_like(rows), gates.new_empty(len(rows))
+        factors = gates.flatten().index_select(0, places.pairs)
+        for piece in _pieces(rows):
+            grad, own = grads[0].index_select(0, places.tokens[piece]), rows[piece]
+            torch.sum(own.to(gates.dtype) * grad, -1, out=of_gates[piece])
+            torch.mul(grad, factors[piece, None], out=grad_rows[piece])
+        return grad_rows, places.to_tokens(of_gates, gates.shape), None
 
 
 class _Sum(torch.autograd.Function):

@@ -8,7 +8,7 @@
 
 Routing is dropless: no token is left out, whatever the load of its expert (MegaBlocks, arXiv 2211.15841), so
 the result depends on nothing but the token. (A job may set a bound: `myriad.model.expert_capacity`.) Tokens
-are ordered by expert, and each expert multiplies its tokens at once. Tensor-parallel ranks share every
+are ordered by expert, and all experts of a rank multiply theirs at once. Tensor-parallel ranks share every
 expert's width, and each routes all tokens of its gathered sequence: all compute the same scores, and
 gradients of scores are partial sums as those of other parameters that every rank holds.
 
@@ -54,7 +54,7 @@ from myriad.model.expert_dispatch import (
     travel_once,
 )
 from myriad.model.interleave import Steps, Whole, finish
-from myriad.model.mlp import ExpertMLP, GatedMLP
+from myriad.model.mlp import ExpertMLPs, GatedMLP, SharedMLP
 
 __all__ = ["BATCH_LOADS", "Experts", "Router"]
 
@@ -220,21 +220,14 @@ class Experts(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.router = Router(config, boundary)
-        self.boundary, self.num_experts, width = boundary, config.experts, config.expert_width
+        self.boundary, self.num_experts = boundary, config.experts
         held = self.num_experts // boundary.expert_ranks
         first = boundary.expert_rank * held
         own = boundary.alone() if boundary.whole_experts else boundary
-        # no place: parts of a micro-batch give an expert different numbers of tokens
-        self.experts = nn.ModuleDict(
-            {
-                str(number): ExpertMLP(config, own, width, has_place=False)
-                for number in range(first, first + held)
-            }
-        )
-        """The experts of this rank, by number."""
+        self.experts = ExpertMLPs(config, own, range(first, first + held))
         shared = config.shared_experts
-        kind = GatedMLP if config.shared_expert_gate else ExpertMLP
-        self.shared = kind(config, boundary, shared * width) if shared else None
+        kind = GatedMLP if config.shared_expert_gate else SharedMLP
+        self.shared = kind(config, boundary, shared * config.expert_width) if shared else None
         self.loads: torch.Tensor | None = None
         """Where training adds up the tokens of each expert, ``[E]``, once for each backward, whether it
         recomputes the experts or not; ``None``: they are not counted."""
@@ -294,7 +287,7 @@ class Experts(nn.Module):
         places = (Places.of if kept is chosen else Places.of_some)(kept, self.num_experts)
         if self.boundary.expert_ranks == 1:
             entering: torch.Tensor = Dispatch.apply(x.flatten(0, -2), places)
-            leaving, shared = self._results(entering, places.counts), self._shared_result(x)
+            leaving, shared = self.experts(entering, places.counts), self._shared_result(x)
         else:  # no name for the tokens here: they are freed once they have left
             leaving, shared = yield from self._travel(
                 Dispatch.apply(x.flatten(0, -2), places), places.counts, x
@@ -334,7 +327,7 @@ class Experts(nn.Module):
         yield None
         order, back = by_expert(arrived)
         rows: torch.Tensor = Reordered.apply(arriving.wait(), order, back)
-        rows = self._results(rows, arrived.sum(0))
+        rows = self.experts(rows, arrived.sum(0))
         arriving = boundary.start_exchange(Reordered.apply(rows, back, order), arriving_sizes, sizes)
         del rows
         # here and not earlier: in the backward too, it then comes between an all-to-all and its end
@@ -359,15 +352,9 @@ class Experts(nn.Module):
     def _gated_sums(self, tokens: RoutedTokens) -> torch.Tensor:
         """Return the sum ``[n, H]`` of what this rank's experts compute of each token, times their gates."""
         places = Places.of_some(tokens.chosen, len(self.experts))
-        rows = self._results(Dispatch.apply(tokens.x, places), places.counts)
+        rows = self.experts(Dispatch.apply(tokens.x, places), places.counts)
         found: torch.Tensor = Combine.apply(rows, tokens.gates, places)
         return found
-
-    def _results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's experts compute of tokens ``[N, H]`` that are ordered by expert."""
-        parts = zip(rows.split(counts.tolist()), self.experts.values(), strict=True)
-        found = [expert(part) for part, expert in parts if len(part)]
-        return torch.cat(found) if found else rows
 
     def _shared_result(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared is None:

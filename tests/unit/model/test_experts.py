@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from myriad.kernels.activation import ACTIVATIONS
 from myriad.model.activation_memory import LayerKind
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
@@ -18,7 +19,7 @@ from myriad.model.expert_dispatch import Places
 from myriad.model.experts import Experts, Router
 from myriad.model.gpt import GPT, build_full
 from myriad.model.matrix_shapes import hidden_matrices
-from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
+from myriad.model.mlp import MLP, ExpertMLPs, GatedMLP
 from myriad.planner.cost.stage_layers import layer_parameters, routed_elements
 from myriad.planner.memory.layer_memory import layer_elements
 
@@ -82,7 +83,9 @@ def by_definition(
     gates = torch.where(chosen, scores, 0.0)
     if config.router_normalized:
         gates = gates / gates.sum(-1, keepdim=True)
-    each = torch.stack([expert(x) for expert in experts.experts.values()], -1)
+    inner = [ACTIVATIONS[config.activation](expert.up(x)) for expert in experts.experts.values()]
+    results = [expert.down(one) for one, expert in zip(inner, experts.experts.values(), strict=True)]
+    each = torch.stack(results, -1)
     y = (each * gates[..., None, :]).sum(-1) * config.router_scale
     shares = scores / scores.sum(-1, keepdim=True)
     load = largest.float().mean(1) * count / k
@@ -302,16 +305,24 @@ def test_the_bias_of_an_expert_is_added_by_one_of_the_ranks_that_share_it() -> N
     boundaries = [Boundary(), Boundary()]
     for rank, boundary in enumerate(boundaries):
         boundary.rank, boundary.size = rank, 2
-    first, other = (ExpertMLP(config, boundary, config.expert_width) for boundary in boundaries)
-    for expert in (first, other):
-        for parameter in expert.parameters():
+    first, other = (ExpertMLPs(config, boundary, range(4)) for boundary in boundaries)
+    for experts in (first, other):
+        for parameter in experts.parameters():
             torch.nn.init.normal_(parameter)
-    assert other.down.bias is not None and first.down.bias is not None
-    other.down.bias.data.copy_(first.down.bias)
-    found, saved = first(x) + other(x), first.down.bias.detach().clone()
-    first.down.bias.data.zero_()
-    other.down.bias.data.zero_()
-    torch.testing.assert_close(found - first(x) - other(x), saved.expand_as(found))
+    biases = [
+        [one for name, one in experts.named_parameters() if "down.bias" in name] for experts in (first, other)
+    ]
+    for own, same in zip(*biases, strict=True):
+        same.data.copy_(own)
+    counts = torch.tensor([2, 0, 1, 2])
+    found, saved = (
+        first(x, counts) + other(x, counts),
+        torch.stack([one.detach().clone() for one in biases[0]]),
+    )
+    for one in (*biases[0], *biases[1]):
+        one.data.zero_()
+    without = first(x, counts) + other(x, counts)
+    torch.testing.assert_close(found - without, saved.repeat_interleave(counts, 0))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -1,0 +1,195 @@
+"""Products of groups of rows, each group with a weight of its own: what the experts of a rank multiply.
+
+    y_g = x_g W_g^T + b_g       x [N, I] ordered by group, W_g [O, I], y [N, O]
+
+It is one operator of all groups, however many rows each has (none, too), with one node in autograd's graph:
+
+    triton     one kernel each way, and one that adds the products of all weights to their float32 sums;
+               the host need not know the numbers of rows
+    library    `torch.nn.functional.grouped_mm`, where the weights lie in memory at equal distances, as those
+               of experts in a chunk's flat memory do; weights' products one after another
+    plain      a product for each group, into one result
+
+As in `myriad.kernels.linear`, weights are kept as objects, and their gradients are added to their sinks.
+
+Legend: G groups, N rows of all groups, I and O inputs and outputs.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from myriad.kernels.choice import runs_triton
+from myriad.kernels.config import Kernels
+from myriad.kernels.gradient import GradientSink, sink_of
+from myriad.kernels.linear import Later, parts_of, weight_gradient
+from myriad.kernels.remade import Remade
+
+__all__ = ["RowGroups", "grouped_linear"]
+
+_ALIGNMENT = 16
+"""Bytes of which `grouped_mm` needs multiples between rows, and between weights."""
+
+
+class RowGroups:
+    """Numbers of the rows of each group, which lie one after another."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        """``counts``: int64 ``[G]``, on the device of the rows."""
+        self.counts = counts
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The numbers of rows. The host waits for the device."""
+        return [int(size) for size in self.counts.tolist()]
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """Where the rows of each group end, int32 ``[G]``."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    groups: RowGroups,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None = None,
+    later: Later = None,
+    remade: Remade | None = None,
+    kernels: Kernels = "auto",
+) -> torch.Tensor:
+    """Multiply the rows ``[N, I]`` of each group with its weight ``[O, I]``, and add its bias ``[O]``.
+
+    ``later`` and ``remade`` as in `myriad.kernels.linear.linear`.
+    """
+    vectors = () if biases is None else tuple(biases)
+    y: torch.Tensor = _Grouped.apply(x, groups, later, remade, kernels, *weights, *vectors)
+    return y
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        groups: RowGroups,
+        later: Later,
+        remade: Remade | None,
+        kernels: Kernels,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        if remade is None:
+            ctx.save_for_backward(x)
+        number = len(groups.counts)
+        ctx.groups, ctx.later, ctx.remade, ctx.kernels = groups, later, remade, kernels
+        ctx.weights, biases, ctx.num_parts = weights[:number], weights[number:], parts_of(later)
+        return _product(x, groups, ctx.weights, biases, kernels)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad, number = grads[0], len(ctx.weights)
+        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5 : 5 + number]
+        grad_x = _input_gradient(grad, ctx.groups, ctx.weights, ctx.kernels) if needs_x else None
+        of_weights: Sequence[torch.Tensor | None] = [None] * number
+        if any(needs_weights):
+            x = ctx.saved_tensors[0] if ctx.remade is None else ctx.remade.take()
+            of_weights = _weight_gradients(ctx, grad, x)
+        of_biases = _sums(grad, ctx.groups) if len(ctx.needs_input_grad) > 5 + number else ()
+        return grad_x, None, None, None, None, *of_weights, *of_biases
+
+
+def _product(
+    x: torch.Tensor,
+    groups: RowGroups,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Return ``x_g W_g^T + b_g`` of all groups."""
+    if runs_triton("grouped", x, kernels):
+        from myriad.kernels.triton import grouped_kernels
+
+        return grouped_kernels.product(x, groups.ends, weights, biases)
+    stacked = None if biases else _stacked(x, weights)
+    if stacked is not None:
+        return F.grouped_mm(x, stacked.transpose(1, 2), offs=groups.ends)
+    y = x.new_empty(len(x), len(weights[0]))
+    for number, (rows, out) in enumerate(zip(x.split(groups.sizes), y.split(groups.sizes), strict=True)):
+        if len(rows) and biases:
+            torch.addmm(biases[number], rows, weights[number].t(), out=out)
+        elif len(rows):
+            torch.mm(rows, weights[number].t(), out=out)
+    return y
+
+
+def _input_gradient(
+    grad: torch.Tensor, groups: RowGroups, weights: Sequence[torch.Tensor], kernels: Kernels
+) -> torch.Tensor:
+    """Return ``grad_g W_g`` of all groups, ``[N, I]``."""
+    if runs_triton("grouped", grad, kernels):
+        from myriad.kernels.triton import grouped_kernels
+
+        return grouped_kernels.input_gradient(grad, groups.ends, weights)
+    stacked = _stacked(grad, weights)
+    if stacked is not None:
+        return F.grouped_mm(grad, stacked, offs=groups.ends)
+    grad_x = grad.new_empty(len(grad), weights[0].shape[1])
+    for rows, weight, out in zip(grad.split(groups.sizes), weights, grad_x.split(groups.sizes), strict=True):
+        if len(rows):
+            torch.mm(rows, weight, out=out)
+    return grad_x
+
+
+def _weight_gradients(ctx: Any, grad: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """Add ``grad_g^T x_g`` to the sinks of the weights, now or later, or return it for those without."""
+    weights, groups = ctx.weights, ctx.groups
+    sinks = [sink_of(weight) for weight in weights]
+    if runs_triton("grouped", x, ctx.kernels):
+        product = _WeightProducts([sink for sink in sinks if sink is not None], grad, x, groups.ends)
+        if len(product.sinks) == len(weights):
+            product.sinks[0].run(product, ctx.later)
+            return [None] * len(weights)
+    found: list[torch.Tensor | None] = []
+    for weight, of_output, rows in zip(weights, grad.split(groups.sizes), x.split(groups.sizes), strict=True):
+        has_rows = len(rows) > 0
+        found.append(weight_gradient(weight, of_output, rows, ctx.later, ctx.num_parts) if has_rows else None)
+    return found
+
+
+class _WeightProducts:
+    """A `DeferredProduct` of all groups, computed by one kernel."""
+
+    def __init__(
+        self, sinks: list[GradientSink], grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor
+    ) -> None:
+        self.sinks, self._grad, self._x, self._ends = sinks, grad, x, ends
+
+    def __call__(self) -> None:
+        from myriad.kernels.triton import grouped_kernels
+
+        totals, first = zip(*(sink.take() for sink in self.sinks), strict=True)
+        grouped_kernels.add_weight_products(totals, first, self._grad, self._x, self._ends)
+
+
+def _sums(grad: torch.Tensor, groups: RowGroups) -> list[torch.Tensor | None]:
+    """Return the sum of the rows of each group, the gradient of its bias."""
+    return [rows.sum(0) if len(rows) else None for rows in grad.split(groups.sizes)]
+
+
+def _stacked(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the weights ``[G, O, I]`` as they lie in memory, if they lie at equal distances and aligned as
+    `grouped_mm` needs them and the rows of ``x``."""
+    first, size = weights[0], x.element_size()
+    starts = [weight.data_ptr() for weight in weights]
+    gap = starts[1] - starts[0] if len(starts) > 1 else first.numel() * size
+    even = all(start == starts[0] + number * gap for number, start in enumerate(starts))
+    lengths = (starts[0], x.data_ptr(), gap, x.stride(0) * size, first.shape[0] * size, first.shape[1] * size)
+    storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    if not even or gap <= 0 or len(storages) > 1 or any(length % _ALIGNMENT for length in lengths):
+        return None
+    if x.stride(1) != 1 or not first.is_contiguous() or first.dtype != x.dtype:
+        return None
+    return first.detach().as_strided((len(weights), *first.shape), (gap // size, first.shape[1], 1))
