@@ -17,8 +17,10 @@ from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.choice import Operator, choose
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
+from myriad.kernels.expert_sums import gate_gradients, sum_pairs
 from myriad.kernels.float8 import BOTH, Float8, Kind, Scaling, scaled_reference, seen_reference
 from myriad.kernels.gradient import GradientSink, PendingRows, accumulate_product, set_sink
+from myriad.kernels.grouped import RowGroups, grouped_linear
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.rotary import Rotary, rotary_reference, rotary_turns
 
@@ -192,6 +194,7 @@ def disagreements(
             share = ((found.double() - right).abs().max() / right.abs().max().clamp(min=1.0)).item()
             worst[operator] = max(worst.get(operator, 0.0), share if share == share else float("inf"))
     worst["norm"] = max(worst["norm"], _of_sums_left(dtype, device, rows, width))
+    worst["experts"] = _of_experts(dtype, device, rows, min(width, 200))
     return worst | _of_optimizers(device, rows * width) if dtype == torch.float32 else worst
 
 
@@ -217,6 +220,40 @@ def _of_sums_left(dtype: torch.dtype, device: torch.device, rows: int, width: in
     ours, formula = parameters[:4], parameters[4:]
     found = [parameter.sink.total for parameter in ours]  # type: ignore[attr-defined]
     return _worst(found, tuple(parameter.grad for parameter in formula if parameter.grad is not None))
+
+
+def _of_experts(dtype: torch.dtype, device: torch.device, rows: int, width: int) -> float:
+    """Return the largest difference of the products of four experts, one of which has no row, of their
+    gradients, and of the sums of two results for each token with those of their gates."""
+    first, tokens = rows // 3, rows // 2
+    counts = torch.tensor([first, 0, rows - 2 * first, first], device=device)
+    values = [_values(rows, width, dtype=dtype, device=device, seed=seed) for seed in (30, 31)]
+    (x, wave), gates = values, _values(tokens, 2, dtype=torch.float32, device=device, seed=32)
+    pairs = torch.arange(2 * tokens, device=device).flip(0)
+    begins = torch.arange(0, 2 * tokens, 2, device=device)
+    results: list[list[torch.Tensor]] = []
+    ways: tuple[tuple[Kernels, torch.dtype], ...] = (("triton", dtype), ("plain", torch.float64))
+    for kernels, kind in ways:
+        weights = [
+            torch.nn.Parameter(_values(width, width, dtype=dtype, device=device, seed=33 + number).to(kind))
+            for number in range(4)
+        ]
+        totals = [
+            torch.ones(width, width, device=device, dtype=torch.promote_types(kind, torch.float32))
+            for _ in weights
+        ]
+        for weight, total in zip(weights, totals, strict=True):
+            set_sink(weight, GradientSink(total))
+        leaf = x.detach().to(kind, copy=True).requires_grad_()
+        y = grouped_linear(leaf, RowGroups(counts), weights, kernels=kernels)
+        y.backward(wave.to(kind))
+        assert leaf.grad is not None
+        own, factors = wave[: 2 * tokens].to(kind), gates.to(totals[0].dtype)
+        sums = sum_pairs(own, pairs, begins, pairs, factors, kernels)
+        of_rows, of_gates = gate_gradients(sums, own, pairs // 2, pairs, factors, kernels)
+        results.append([y.detach(), leaf.grad, *totals, sums, of_rows, of_gates])
+    found, right = results
+    return _worst(found, tuple(right))
 
 
 def library_disagreements(

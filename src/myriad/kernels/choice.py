@@ -37,7 +37,7 @@ __all__ = [
     "runs_triton",
 ]
 
-Operator = Literal["norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"]
+Operator = Literal["norm", "activation", "rotary", "cross_entropy", "experts", "adamw", "lamb"]
 
 NO_TRITON = "triton is not installed: pip install 'myriad-train[gpu]'"
 _TYPES = ("float32", "bfloat16", "float16")
@@ -48,6 +48,7 @@ _WITHOUT: dict[Operator, tuple[Literal["library", "plain"], str]] = {
     "activation": ("library", "one call each way; swiglu and relu2 keep only their input"),
     "rotary": ("plain", "one complex product each way"),
     "cross_entropy": ("plain", "in chunks of tokens, whose tiles stay in cache on a CPU"),
+    "experts": ("library", "one call for the products of all experts each way"),
     "adamw": ("library", "its fused step over flat memory"),
     "lamb": ("plain", "in blocks over flat memory, which stay in cache on a CPU"),
 }

@@ -109,7 +109,7 @@ def _product(
     kernels: Kernels,
 ) -> torch.Tensor:
     """Return ``x_g W_g^T + b_g`` of all groups."""
-    if runs_triton("grouped", x, kernels):
+    if runs_triton("experts", x, kernels):
         from myriad.kernels.triton import grouped_kernels
 
         return grouped_kernels.product(x, groups.ends, weights, biases)
@@ -129,7 +129,7 @@ def _input_gradient(
     grad: torch.Tensor, groups: RowGroups, weights: Sequence[torch.Tensor], kernels: Kernels
 ) -> torch.Tensor:
     """Return ``grad_g W_g`` of all groups, ``[N, I]``."""
-    if runs_triton("grouped", grad, kernels):
+    if runs_triton("experts", grad, kernels):
         from myriad.kernels.triton import grouped_kernels
 
         return grouped_kernels.input_gradient(grad, groups.ends, weights)
@@ -147,7 +147,7 @@ def _weight_gradients(ctx: Any, grad: torch.Tensor, x: torch.Tensor) -> Sequence
     """Add ``grad_g^T x_g`` to the sinks of the weights, now or later, or return it for those without."""
     weights, groups = ctx.weights, ctx.groups
     sinks = [sink_of(weight) for weight in weights]
-    if runs_triton("grouped", x, ctx.kernels):
+    if runs_triton("experts", x, ctx.kernels):
         product = _WeightProducts([sink for sink in sinks if sink is not None], grad, x, groups.ends)
         if len(product.sinks) == len(weights):
             product.sinks[0].run(product, ctx.later)

@@ -18,19 +18,16 @@ one with "rank", and a hop is the same function: to a destination, on to the nex
 Legend: T tokens, H hidden, k experts of a token, m destinations of a token at most, D destinations.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
+from myriad.kernels.config import Kernels
+from myriad.kernels.expert_sums import gate_gradients, sum_pairs
 from myriad.model.boundary import Boundary
 
 __all__ = ["Combine", "Dispatch", "Places", "Reordered", "RoutedTokens", "by_expert", "travel_once"]
-
-
-_PIECE_VALUES = 2**17
-"""Values of a piece, of which a core's cache holds several in float32."""
 
 
 class Places(NamedTuple):
@@ -47,66 +44,39 @@ class Places(NamedTuple):
     """Place of each pair, token by token."""
     begins: torch.Tensor | None = None
     """Where the pairs of each token begin in ``back``, ``[T]``; ``None``: each token has m."""
+    kernels: Kernels = "auto"
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, number: int) -> "Places":
+    def of(cls, chosen: torch.Tensor, number: int, kernels: Kernels = "auto") -> "Places":
         """Order all tokens by their destinations ``[T, m]``, of which there are ``number``."""
-        wanted = chosen.flatten()
-        pairs = wanted.argsort(stable=True)
+        wanted, pairs = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(number, device=wanted.device)
+        ends = torch.searchsorted(wanted, numbers, right=True)  # `bincount` would wait for a GPU
+        counts = ends.diff(prepend=ends.new_zeros(1))
         back = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
         tokens = pairs.div(chosen.shape[1], rounding_mode="floor")
-        return cls(torch.bincount(wanted, minlength=number), pairs, tokens, back)
+        return cls(counts, pairs, tokens, back, kernels=kernels)
 
     @classmethod
-    def of_some(cls, chosen: torch.Tensor, number: int) -> "Places":
+    def of_some(cls, chosen: torch.Tensor, number: int, kernels: Kernels = "auto") -> "Places":
         """Order tokens by those of their destinations ``[T, m]`` that are not negative."""
         present = chosen >= 0
         whole = cls.of(torch.where(present, chosen, number), number + 1)
         counts, back = whole.counts[:number], whole.back[present.flatten()]
         of_tokens, last = present.sum(1), len(back)
-        return cls(counts, whole.pairs[:last], whole.tokens[:last], back, of_tokens.cumsum(0) - of_tokens)
+        begins = of_tokens.cumsum(0) - of_tokens
+        return cls(counts, whole.pairs[:last], whole.tokens[:last], back, begins, kernels)
 
     def sum_by_token(
         self, rows: torch.Tensor, num_tokens: int, gates: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the sums ``[T, ...]`` of the rows ``[P, ...]`` of each token, which are ordered by
         destination; ``gates`` ``[T, m]`` multiply them, in float32."""
-        if not len(rows):
-            return rows.new_zeros(num_tokens, *rows.shape[1:])
         begins = self.begins
         if begins is None:
-            begins = torch.arange(0, len(rows), len(rows) // num_tokens, device=rows.device)
-        if gates is not None and rows.dtype.itemsize < gates.dtype.itemsize:
-            return self._narrow_sums(rows, gates, begins)
-        weights = None
-        if gates is not None:
-            weights = gates.flatten().index_select(0, self.pairs.index_select(0, self.back)).to(rows.dtype)
-        return F.embedding_bag(self.back, rows, begins, mode="sum", per_sample_weights=weights)
-
-    def _narrow_sums(self, rows: torch.Tensor, gates: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-        """Return `sum_by_token` of values narrower than their ``gates``, which multiply and sum them in
-        float32, in pieces."""
-        sums = rows.new_zeros(len(begins), rows.shape[1])
-        pieces = list(_pieces(sums, len(rows) // len(begins) + 1))
-        firsts = [int(begins[piece.start]) for piece in pieces] if len(pieces) > 1 else [0]
-        for piece, first, end in zip(pieces, firsts, [*firsts[1:], len(rows)], strict=True):
-            places = self.back[first:end]
-            factors = gates.flatten().index_select(0, self.pairs.index_select(0, places))[:, None]
-            results = rows.index_select(0, places) * factors
-            numbers = torch.arange(len(results), device=rows.device)
-            sums[piece] = F.embedding_bag(numbers, results, begins[piece] - first, mode="sum")
-        return sums
-
-    def to_tokens(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return values of the pairs ``[P]`` as ``[T, m]``, with zeros for pairs that are absent."""
-        return values.new_zeros(shape.numel()).index_copy_(0, self.pairs, values).view(shape)
-
-
-def _pieces(rows: torch.Tensor, factor: int = 1) -> Iterator[slice]:
-    """Yield slices of rows that, times ``factor``, stay in a core's cache; on a GPU one of all."""
-    step = len(rows) if rows.is_cuda else max(1, _PIECE_VALUES // (rows.shape[1] * factor))
-    for start in range(0, len(rows), max(step, 1)):
-        yield slice(start, start + step)
+            each = max(1, len(rows) // max(1, num_tokens))
+            begins = torch.arange(0, num_tokens * each, each, device=rows.device)
+        return sum_pairs(rows, self.back, begins, self.pairs, gates, self.kernels)
 
 
 def by_expert(arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +120,7 @@ def travel_once(
     own, number = boundary.expert_hops[hop]
     num_tokens, hidden, most = *tokens.x.shape, tokens.chosen.shape[1]
     held = num_experts // number
-    places = Places.of_some(_destinations(tokens.chosen, held, number), number)
+    places = Places.of_some(_destinations(tokens.chosen, held, number), number, boundary.kernels)
     counting = boundary.start_counts(places.counts, hop)
     yield None
     leaving, arrived = places.counts.tolist(), counting.wait().flatten().tolist()
@@ -207,13 +177,8 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         places, (rows, gates) = _kept(ctx), ctx.saved_tensors[4:]
-        grad_rows, of_gates = torch.empty_like(rows), gates.new_empty(len(rows))
-        factors = gates.flatten().index_select(0, places.pairs)
-        for piece in _pieces(rows):
-            grad, own = grads[0].index_select(0, places.tokens[piece]), rows[piece]
-            torch.sum(own.to(gates.dtype) * grad, -1, out=of_gates[piece])
-            torch.mul(grad, factors[piece, None], out=grad_rows[piece])
-        return grad_rows, places.to_tokens(of_gates, gates.shape), None
+        found = gate_gradients(grads[0], rows, places.tokens, places.pairs, gates, places.kernels)
+        return *found, None
 
 
 class _Sum(torch.autograd.Function):
@@ -231,12 +196,13 @@ class _Sum(torch.autograd.Function):
 
 
 def _keep(ctx: Any, places: Places, *others: torch.Tensor) -> None:
+    ctx.kernels = places.kernels
     ctx.save_for_backward(places.pairs, places.tokens, places.back, places.begins, *others)
 
 
 def _kept(ctx: Any) -> Places:
     pairs, tokens, back, begins = ctx.saved_tensors[:4]
-    return Places(tokens, pairs, tokens, back, begins)  # nothing asks for the counts
+    return Places(tokens, pairs, tokens, back, begins, ctx.kernels)  # nothing asks for the counts
 
 
 class _Leave(torch.autograd.Function):

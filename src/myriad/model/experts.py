@@ -284,7 +284,9 @@ class Experts(nn.Module):
         self._count(logits, chosen, kept)
         if self.boundary.expert_hops:
             return (yield from self._travel_once(x, gates, kept))
-        places = (Places.of if kept is chosen else Places.of_some)(kept, self.num_experts)
+        places = (Places.of if kept is chosen else Places.of_some)(
+            kept, self.num_experts, self.boundary.kernels
+        )
         if self.boundary.expert_ranks == 1:
             entering: torch.Tensor = Dispatch.apply(x.flatten(0, -2), places)
             leaving, shared = self.experts(entering, places.counts), self._shared_result(x)
@@ -351,7 +353,7 @@ class Experts(nn.Module):
 
     def _gated_sums(self, tokens: RoutedTokens) -> torch.Tensor:
         """Return the sum ``[n, H]`` of what this rank's experts compute of each token, times their gates."""
-        places = Places.of_some(tokens.chosen, len(self.experts))
+        places = Places.of_some(tokens.chosen, len(self.experts), self.boundary.kernels)
         rows = self.experts(Dispatch.apply(tokens.x, places), places.counts)
         found: torch.Tensor = Combine.apply(rows, tokens.gates, places)
         return found

@@ -96,7 +96,7 @@ class _Expert(nn.Module):
 
 def _parameters(products: list[Linear]) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Return the weights and, if there are any, the biases."""
-    biases = [product.bias for product in products if product.bias is not None]
+    biases: list[torch.Tensor] = [product.bias for product in products if product.bias is not None]
     return [product.weight for product in products], biases or None
 
 

@@ -117,7 +117,7 @@ def _laid_out(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def indices_on_host() -> Iterator[None]:
     """Where the number of indices depends on data they are made without FakeTensors inside."""
-    from myriad.kernels.triton import optimizer_kernels
+    from myriad.kernels.triton import grouped_kernels, optimizer_kernels
     from myriad.optim import parameter_norms
     from myriad.parallel import forward_engine
 
@@ -125,6 +125,7 @@ def indices_on_host() -> Iterator[None]:
         for module, name in (
             (parameter_norms, "_cut"),
             (optimizer_kernels, "cut_blocks"),
+            (grouped_kernels, "_table"),
             (forward_engine, "shapes_between_stages"),
         ):
             stack.enter_context(mock.patch.object(module, name, _on_host(getattr(module, name))))
@@ -135,9 +136,12 @@ def indices_on_host() -> Iterator[None]:
 def addresses() -> Iterator[None]:
     """FakeTensors have addresses inside: those of one storage lie beside each other as they would."""
     of_host = torch.UntypedStorage.data_ptr
+    numbers: dict[int, int] = {}
 
     def of_storage(self: torch.UntypedStorage) -> int:
-        return self._cdata << 44 if self.device.type != "cpu" else of_host(self)
+        if self.device.type == "cpu":
+            return of_host(self)
+        return numbers.setdefault(self._cdata, len(numbers) + 1) << 40
 
     def of_tensor(self: FakeTensor) -> int:
         return of_storage(self.untyped_storage()) + self.storage_offset() * self.element_size()

@@ -128,6 +128,10 @@ _GPT_1B = ModelConfig(
     bias=True,
     position="learned",
 )
+_QWEN3 = _LLAMA.model_copy(
+    update={"hidden": 2048, "kv_heads": 4, "head_dim": 128, "qk_norm": "head"}
+    | {"experts": 128, "experts_per_token": 8, "expert_hidden": 768}
+)
 _ALONE, _TP8 = Layout(), Layout(tp=8)
 
 LAYERS: dict[str, StepCase] = {
@@ -156,6 +160,8 @@ LAYERS: dict[str, StepCase] = {
         Layout(tp=8, micro_batch=4), _LLAMA.model_copy(update={"window": 1024})
     ),
     "GPT 1.3B, tp 8, micro-batch 4": StepCase(Layout(tp=8, micro_batch=4), _GPT_1B),
+    "Mixtral 8x7B": StepCase(_ALONE, _LLAMA.model_copy(update={"experts": 8})),
+    "Qwen3 30B-A3B": StepCase(_ALONE, _QWEN3),
 }
 """Whose launches a layer `benchmarks/kernels/launches.py` prints."""
 

@@ -195,7 +195,8 @@ def test_heads_too_wide_for_one_program_are_turned_by_plain_operators() -> None:
 def test_the_doctor_s_trial_passes_and_finds_a_kernel_that_is_wrong(monkeypatch) -> None:
     here = torch.device("cpu")
     found = disagreements(torch.float32, here, 5, 20)
-    assert set(found) == {"norm", "activation", "rotary", "cross_entropy", "attention", "adamw", "lamb"}
+    operators = {"norm", "activation", "rotary", "cross_entropy", "attention", "experts", "adamw", "lamb"}
+    assert set(found) == operators
     assert all(share <= LIMITS[torch.float32] for share in found.values()), found
     split = triton_rotary.split_turned
     monkeypatch.setattr(triton_rotary, "split_turned", lambda x, *how: split(x * 1.01, *how))

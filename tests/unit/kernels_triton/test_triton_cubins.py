@@ -52,6 +52,15 @@ def test_float8_kernels_compile_for_hopper_and_fit_it() -> None:
             assert one["registers"] <= 128, one
 
 
+def test_kernels_of_experts_compile_for_hopper_and_fit_it() -> None:
+    found = told_by("expert_cubins.py")
+    assert {one["kernel"].split()[0] for one in found} == {"product", "weights", "sums", "gates"}
+    for one in found:
+        assert one["shared_bytes"] <= SHARED_BYTES and one["stack_bytes"] <= 64, one
+        multiplies = one["kernel"].startswith(("product", "weights")) and one["type"] == "bf16"
+        assert (one["tensor_core_products"] > 0) == multiplies, one
+
+
 def test_norm_kernels_keep_rows_of_any_width_in_registers() -> None:
     found = told_by("norm_cubins.py")
     assert {one["hidden"] for one in found} >= {4096, 16384, 20480}

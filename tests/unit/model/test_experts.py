@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from myriad.kernels.activation import ACTIVATIONS
+from myriad.kernels.expert_sums import gate_gradients
 from myriad.model.activation_memory import LayerKind
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
@@ -152,8 +153,13 @@ def test_each_present_pair_has_a_place_with_its_destination(most: int, data: st.
         [sum(1.0 + end for end in ends if end >= 0), token * sum(end >= 0 for end in ends)]
         for token, ends in enumerate(chosen)
     ]
-    found = places.to_tokens(rows[:, 0], torch.Size((len(chosen), most)))
-    assert found.tolist() == [[1.0 + end if end >= 0 else 0.0 for end in ends] for ends in chosen]
+    gates, grad = torch.rand(len(chosen), most), torch.ones(len(chosen), 2)
+    grad_rows, found = gate_gradients(grad, rows, places.tokens, places.pairs, gates)
+    of_rows = [gates.flatten()[pair].item() for pair in places.pairs]
+    assert grad_rows.tolist() == [[gate, gate] for gate in of_rows]
+    assert found.tolist() == [
+        [1.0 + end + token if end >= 0 else 0.0 for end in ends] for token, ends in enumerate(chosen)
+    ]
 
 
 @given(room=st.integers(1, 6), data=st.data())
