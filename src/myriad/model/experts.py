@@ -304,7 +304,8 @@ class Experts(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return
         if self.loads is not None:
-            self.loads += torch.bincount(chosen.flatten(), minlength=self.num_experts)
+            each = chosen.flatten()  # `bincount` would wait for a GPU
+            self.loads.scatter_add_(0, each, torch.ones_like(each, dtype=self.loads.dtype))
         if self.dropped is not None:
             self.dropped += kept.lt(0).sum()
         if self.entropy is not None:
