@@ -74,9 +74,9 @@ class FrameworkProfile:
     """Whether tensor-parallel ranks that share the width of experts route a part of the sequence each, and
     gather the tokens that arrive for an expert (Megatron-Core's all-to-all dispatcher), where ranks share
     experts. Otherwise each routes the whole sequence. It describes other systems."""
-    grouped_experts: bool = False
-    """Whether one kernel multiplies the tokens of all experts of a rank (Megatron-Core's grouped GEMM),
-    instead of one for each expert. It describes other systems."""
+    grouped_experts: bool = True
+    """Whether one kernel multiplies the tokens of all experts of a rank, as Myriad's and Megatron-Core's
+    grouped GEMM, instead of one for each expert."""
     adds_gradients_apart: bool = False
     """Whether each micro-batch writes a weight's gradient in the compute type, and another pass adds it to
     the gradient buffer, instead of the product itself. It describes other systems."""

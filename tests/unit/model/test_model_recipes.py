@@ -18,6 +18,7 @@ PUBLISHED = {
     "llama3-8b": 8.03e9,
     "llama3-70b": 70.6e9,
     "llama3-405b": 405.9e9,
+    "megascale-moe-352b": 352e9,
 }
 EXACT = {
     "llama2-7b": 6_738_415_616,
