@@ -9,8 +9,8 @@ Table 5 of arXiv 2505.11432 gives normalized throughput with batch 720 for
     3  with inter-operator overlap     communication behind independent operators
     4  with intra-operator overlap     tiles of an all-to-all behind the product that needs or makes them
 
-and table 3 the seconds of the whole system, 21.61. Here, in that order: tp = 8 without overlap; cp, ulysses and
-ep of 8; parts of a micro-batch that take turns (``overlap.tensor``); tokens behind another micro-batch
+and table 3 the seconds of the whole system, 21.61. Here, in that order: tp = 8 without overlap; cp, ulysses
+and ep of 8; parts of a micro-batch that take turns (``overlap.tensor``); tokens behind another micro-batch
 (``overlap.pairs``). The last two hide tokens in other ways than the paper's kernels.
 
 pp is 15 and dp 2. Micro-batch (1 here), virtual stages and recomputation are not stated, so every row is

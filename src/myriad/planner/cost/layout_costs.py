@@ -21,6 +21,7 @@ from operator import add
 from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices, matrices_of_rank
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import (
+    CommGroup,
     DpCollectives,
     all_reduce_seconds,
     copied_sum_seconds,
@@ -29,10 +30,10 @@ from myriad.planner.cost.collective_costs import (
     shard_group_comm,
 )
 from myriad.planner.cost.context_costs import ContextGrid
-from myriad.planner.cost.expert_ranks import ExpertGrid, holders
+from myriad.planner.cost.expert_ranks import ExpertGrid, RankGroup, holders
 from myriad.planner.cost.head_costs import embedding_times, head_times
 from myriad.planner.cost.layer_costs import LayerTimes, block_times
-from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
+from myriad.planner.cost.matrix_costs import matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.cost.operator_costs import TimeBreakdown, optimizer_bytes, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
@@ -102,16 +103,17 @@ class Costs:
         self.replicas = self.data
         """All ranks that hold the same parameters as one flat ring."""
         if self.across_groups is not None:
-            everyone = holders(layout, replica_stride, layout.num_holders)
-            self.replicas = group_along(cluster, float(everyone.size), float(everyone.stride), everyone.run)
+            self.replicas = self._ring(holders(layout, replica_stride, layout.num_holders))
         self.expert_collectives: DpCollectives | None = None
-        """Collectives of the ranks of a group that share the state of the same experts, where not all
-        replicas hold them."""
+        """Collectives of ranks that share the state of the same experts, if not all replicas hold them."""
         if layout.folds_experts:
             alike = self.slice.experts.alike(layout.num_shard_groups if layout.reduces_across else 1)
             self.expert_collectives = DpCollectives(cluster, comm, *alike)
         self.layers_of_stage = stage_layers(workload)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
+
+    def _ring(self, ranks: RankGroup) -> CommGroup:
+        return group_along(self.cluster, float(ranks.size), float(ranks.stride), ranks.run)
 
     def with_slower_exchanges(self, factor: float) -> "Costs":
         """Return the costs of the same layout whose tokens travel more slowly between nodes."""
@@ -169,7 +171,8 @@ class Costs:
         updated = self._own_parameters(others, experts)
         across = self._across_seconds(updated)
         shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
-        matrices = self._matrices(shapes)
+        groups = self.replicas, self._ring(self.slice.experts.alike())
+        matrices = matrix_costs(shapes, workload, self.cluster, *groups, num_chunks=self.num_chunks)
         copies = self._copies(own, others, experts, shapes)
         if self._by_module:
             forward, backward = self._module_seconds([kinds[layer] for layer in own])
@@ -210,17 +213,6 @@ class Costs:
         """Return the number of parameters that a rank updates, of so many that it holds."""
         layout = self.workload.layout
         return others / layout.num_shards + experts / layout.num_expert_shards
-
-    def _matrices(self, shapes: Sequence[HiddenMatrix]) -> MatrixCosts:
-        """Return the costs of a stage's matrices."""
-        workload, ep, num_chunks = self.workload, self.workload.layout.ep, self.num_chunks
-        if self.expert_collectives is None:
-            return matrix_costs(shapes, workload, self.cluster, self.replicas, num_chunks=num_chunks)
-        others, experts = (matrices_of_rank(shapes, ep, of_experts=which) for which in (False, True))
-        everyone = self.slice.experts.alike()
-        ring = group_along(self.cluster, float(everyone.size), float(everyone.stride), everyone.run)
-        found = matrix_costs(experts, workload, self.cluster, ring, num_chunks=num_chunks, of_experts=True)
-        return matrix_costs(others, workload, self.cluster, self.replicas, num_chunks=num_chunks) + found
 
     def _copies(
         self, own: Sequence[int], others: float, experts: float, matrices: Sequence[HiddenMatrix]

@@ -13,7 +13,7 @@ Both messages are all-to-alls: one message to each other rank at once.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from myriad.model.matrix_shapes import HiddenMatrix
+from myriad.model.matrix_shapes import HiddenMatrix, matrices_of_rank
 from myriad.optim.matrix_owners import assign_owners, newton_schulz_flops
 from myriad.planner.cluster_config import Accelerator, Cluster
 from myriad.planner.cost.collective_costs import CommGroup, tensor_group
@@ -47,13 +47,30 @@ def matrix_costs(
     workload: Workload,
     cluster: Cluster,
     data: CommGroup,
+    experts: CommGroup,
     *,
     num_chunks: int = 1,
-    of_experts: bool = False,
 ) -> MatrixCosts:
     """Return the costs of the matrices of one stage of the program. ``data``: the group of the replicas that
-    hold them. ``num_chunks``: stages of the program for each one of the layout. ``of_experts``: they are of
-    experts that not all replicas hold."""
+    hold them. ``experts``: that of the ranks that hold the same experts, where not all replicas do.
+    ``num_chunks``: stages of the program for each one of the layout."""
+    layout = workload.layout
+    if not layout.folds_experts:
+        return _costs_in(data, matrices, workload, cluster, num_chunks)
+    others, routed = (matrices_of_rank(matrices, layout.ep, of_experts=which) for which in (False, True))
+    found = _costs_in(data, others, workload, cluster, num_chunks)
+    return found + _costs_in(experts, routed, workload, cluster, num_chunks, of_experts=True)
+
+
+def _costs_in(
+    data: CommGroup,
+    matrices: Sequence[HiddenMatrix],
+    workload: Workload,
+    cluster: Cluster,
+    num_chunks: int,
+    *,
+    of_experts: bool = False,
+) -> MatrixCosts:
     if not matrices:
         return MatrixCosts()
     replicas, shards, tp = MatrixSharers.of(workload, of_experts=of_experts)

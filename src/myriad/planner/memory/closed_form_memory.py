@@ -141,16 +141,15 @@ def count_groups(
     Each of the ``levels`` of a hierarchy adds one. LAMB's norms with ZeRO (``lamb_over_zero``, 0 or 1) add
     one where their ranks are neither an axis nor the world. Muon's ``matrices`` (0 or 1) have one. Groups of
     ``layout.shard_group`` (``across``, 0 or 1) have two instead of that of data parallelism. ``ep`` ranks
-    that share experts have one for tokens; those that hold the same experts have another one (one more
-    with ``across``), and more for LAMB's norms and Muon's matrices of experts. ``whole_experts``:
-    tensor-parallel ranks are among them."""
+    that share experts have one for tokens; those that hold the same have another one (and ``across``), and
+    more for LAMB's norms and Muon's matrices. ``whole_experts``: tensor-parallel ranks are among them."""
     axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
     apart = (np.asarray(pp) > 1) | (np.asarray(across) > 0)
     world = np.where(apart | (axes > 1), 1.0, 0.0)
     norms = np.where((axes > 1) & apart, lamb_over_zero, 0.0)
     copies = np.where((np.asarray(tp) > kv_heads) & (kv_heads > 1), 1.0, 0.0)
     found = axes + across + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
-    found = found + (across if whole_experts or ep > 1 else 0)
+    found = found + across * (whole_experts or ep > 1)
     if whole_experts:
         several = np.asarray(dp) * np.asarray(tp) > ep
         if ep == 1:
@@ -210,8 +209,8 @@ class _Layouts:
 
     @property
     def num_expert_shards(self) -> Number:
-        expert_tp = 1.0 if self.whole_experts else self.tp
-        return np.where(self.zero > 0, self.num_shards * self.tp / (self.ep * expert_tp), 1.0)
+        cut = self.tp if self.whole_experts else 1.0
+        return np.where(self.zero > 0, self.num_shards * cut / self.ep, 1.0)
 
     @cached_property
     def blocks(self) -> Number:
@@ -414,8 +413,7 @@ def _moments(where: _Layouts, part: Number, ends: Number) -> Number:
     if where.optimizer != "muon":
         return 8 * part + others
     layers = where.layers
-    rest = ends - _ends(where, 0.0, layers.head_matrices)
-    second = rest / where.num_shards
+    second = (ends - _ends(where, 0.0, layers.head_matrices)) / where.num_shards
     return others + 4 * part + 4 * (second + where.blocks * (layers.block_elements - layers.block_matrices))
 
 

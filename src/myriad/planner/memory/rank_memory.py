@@ -27,7 +27,7 @@ Chunks are those of the program, with the layers that the runtime assigns to the
 of their own. Totals are updated at each change, so the run time is linear in the number of actions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -289,8 +289,9 @@ class _MemoryWalk:
         own = self._own_chunks(stage)
         return [*own, _TIED] if stage in self.tied_stages else own
 
-    def _room(self, key: int) -> float:
-        return self.model.room(self.chunks[key], of_experts=key in self.expert_chunks)
+    def _rooms(self, stage: int, room: Callable[..., float]) -> float:
+        keys = self.reduced_keys[stage]
+        return sum(room(self.chunks[key], of_experts=key in self.expert_chunks) for key in keys)
 
     def _before(self, index: int, action: Action) -> None:
         now, stage, does = self.now, action.stage, SEMANTICS[action.kind]
@@ -306,13 +307,9 @@ class _MemoryWalk:
         if does.starts is Collective.REDUCE and (layout.num_holders > 1 or layout.has_whole_experts):
             own = self._own_chunks(stage)
             self.reduced_keys[stage] = [*own, _TIED] if index == self.tied_starts else own
-            now.rooms.append(sum(map(self._room, self.reduced_keys[stage])))
+            now.rooms.append(self._rooms(stage, self.model.room))
         if does.starts is Collective.REDUCE_ACROSS:
-            rooms = (
-                self.model.room_across(self.chunks[key], of_experts=key in self.expert_chunks)
-                for key in self.reduced_keys[stage]
-            )
-            now.rooms_across.append(sum(rooms))
+            now.rooms_across.append(self._rooms(stage, self.model.room_across))
         if stage in self.matrices:
             self._put_matrices(stage, self.matrices[stage].after_begin_of(action.kind))
         if does.starts_copy is Copy.FETCH:
