@@ -42,6 +42,7 @@ LAYOUTS = [
     {"dp": 4, "tp": 2, "pp": 2, "ep": 8, "etp": 1},
     {"dp": 4, "cp": 2, "pp": 2, "ep": 4},
     {"dp": 4, "tp": 2, "pp": 2, "ep": 2, "etp": 1},
+    {"dp": 8, "ep": 4, "pp": 2, "virtual_stages": 2, "schedule": "dualpipe-v"},
 ]
 
 
@@ -90,6 +91,19 @@ def test_what_is_waited_for_is_exposed_communication_of_experts() -> None:
     spans = predicted_spans(found, costs)[3]  # replica 1, pipeline rank 1
     waits = sum(span.duration_seconds for span in spans if span.name == "expert_comm")
     assert waits == pytest.approx(seconds[1, 1], rel=0.01)
+
+
+def test_the_weight_half_of_an_embedding_has_no_span_inside() -> None:
+    """Its chunk computes nothing there."""
+    layout = Layout(dp=8, ep=4, pp=2, virtual_stages=2, schedule="dualpipe-v")
+    deeper = MODEL.model_copy(update={"layers": 14})
+    costs = Costs(Workload(deeper, layout, 64, overlap=OverlapConfig()), CLUSTER)
+    assert costs.num_chunks > 1
+    spans = predicted_spans(simulate(costs), costs)[0]
+    names = [span.name for span in spans if span.stage == 0]
+    assert names.count("backward_weight") > 0
+    exchanged = sum(span.duration_seconds for span in spans if span.name == "expert_comm")
+    assert 0 < exchanged < sum(span.duration_seconds for span in spans if span.name in COMPUTE)
 
 
 def test_jitter_costs_more_where_ranks_share_experts() -> None:

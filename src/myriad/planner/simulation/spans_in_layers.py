@@ -57,6 +57,8 @@ class SpansInLayers:
             return []
         stage = self.costs.stages[action.stage]
         planned, end = stage.seconds_of(action.kind), start + seconds
+        if not planned:  # the weight half of a chunk with the embedding only
+            return []
         exposed = exposed_in_layers(stage, action, self.costs.workload.recompute)
         ring = self._ring(action) if layout.ring > 1 else []
         waits = sum(one for name, _, one in ring if name == _NAMES["context"])
