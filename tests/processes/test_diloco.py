@@ -1,10 +1,11 @@
 """Replicas that train alone: what they agree on, and that a resumed run continues identically."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from parity_case import OPTIMIZER, Case, batch_of_replica, make_engine, train_steps
+from parity_case import OPTIMIZER, Case, batch_of_replica, make_engine, run_case, train_steps
 from ranks import reuse_ranks
 
 from myriad.checkpoint.checkpoint_files import load, load_model, save
@@ -101,6 +102,19 @@ def test_it_works_in_layouts_with_more_than_data_parallelism(layout: dict[str, i
     losses = reuse_ranks(4, losses_of, asked)
     assert all(own == losses[0] for own in losses)
     assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ranks_of_a_replica_may_share_whole_experts(optimizer: str) -> None:
+    comm = {"sync_every": 2, "outer_momentum": 0.5}
+    one = Case({"dp": 2}, {"layers": 2, "experts": 4, "expert_hidden": 16}, {"name": optimizer}, 4, comm=comm)
+    losses, tensors = reuse_ranks(2, run_case, one)[0]
+    shared = replace(one, layout={"dp": 2, "tp": 2, "ep": 2, "etp": 1})
+    found, whole = reuse_ranks(4, run_case, shared)[0]
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in losses], rel=1e-5)
+    assert whole.keys() == tensors.keys()
+    for name in (name for name in tensors if name.startswith("model.")):
+        assert np.linalg.norm(whole[name] - tensors[name]) <= 1e-5 * np.linalg.norm(tensors[name]), name
 
 
 def losses_of(asked: Case) -> list[float]:

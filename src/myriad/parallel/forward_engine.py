@@ -120,7 +120,9 @@ class ForwardEngine:
         )
         self._expert_sharing = None
         if self.layout.folds_experts:
-            self._expert_sharing = make_expert_sharing(self._sharing, groups, overlap, comm, device)
+            self._expert_sharing = make_expert_sharing(
+                self._sharing, groups, overlap, comm, device, trains_alone=self._trains_alone
+            )
         self._build_model(needs)
         self._start_runtime(sample, seed)
         self._check_order()

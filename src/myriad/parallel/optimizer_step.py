@@ -153,7 +153,7 @@ class OptimizerStep:
             peers = MatrixPeers.of(groups, device, trains_alone=trains_alone)
             self._exchanges = make_exchanges(others, peers, config, sent)
             if layout.folds_experts:
-                peers = MatrixPeers.of(groups, device, of_experts=True)
+                peers = MatrixPeers.of(groups, device, trains_alone=trains_alone, of_experts=True)
                 self._exchanges |= make_exchanges(of_experts, peers, config, sent)
         own_states = states_on_host & model.stages.keys()
         on_host = [chunk for stage in own_states for chunk in self._updated_with(stage)]

@@ -114,10 +114,18 @@ def make_sharing(
 
 
 def make_expert_sharing(
-    others: Sharing, groups: Groups, overlap: OverlapConfig, comm: CommConfig, device: torch.device
+    others: Sharing,
+    groups: Groups,
+    overlap: OverlapConfig,
+    comm: CommConfig,
+    device: torch.device,
+    *,
+    trains_alone: bool,
 ) -> Sharing:
     """Return how this rank shares the chunks of its experts with the ranks that hold the same ones, and open
     the communication. A collective call of all ranks. ``others``: how it shares the other chunks."""
+    if trains_alone:  # one rank of each replica holds an expert: a job's rule
+        return replace(others, of_experts=True)
     grid, zero = groups.grid, others.zero
     axis = "expert_shard" if zero else "expert_dp"
     index, size = grid.index(axis), grid.size(axis)

@@ -76,6 +76,11 @@ CANNOT_BE = [
         "comm.compress_gradients",
         "needs comm.sync_every = 1",
     ),
+    (
+        ["model.experts=4", "layout.dp=4", "layout.ep=2", "comm.sync_every=4"],
+        "comm.sync_every",
+        "1, or layout.etp = 1 and layout.ep = layout.tp: with DiLoCo replicas do not exchange tokens",
+    ),
     (["comm.sync_every=3"], "train.steps", "multiple of comm.sync_every = 3"),
     (["comm.sync_every=4", "train.validate_every=6"], "train.validate_every", "multiple of comm.sync_every"),
     (["comm.sync_every=4", "checkpoint.every=5"], "checkpoint.every", "multiple of comm.sync_every"),

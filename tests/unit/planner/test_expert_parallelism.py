@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from myriad.comm.config import CommConfig
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
 from myriad.dashboard.insight.predicted_step import predicted_losses
@@ -212,6 +213,9 @@ def test_the_search_divides_experts_among_replicas() -> None:
     assert (cut, whole) == ({1, 2, 4}, {1, 2, 4, 8})
     assert not any(grid.whole_experts for grid in grids if grid.tp == 1)
     assert all(shard.shard_group is None for grid in grids if grid.experts.folds for shard in grid.shards)
+    alone = layout_grids(replace(PROBLEM, comm=CommConfig(sync_every=2)))
+    kinds = {(grid.tp, grid.ep, grid.whole_experts) for grid in alone if grid.experts.folds}
+    assert kinds == {(tp, tp, True) for tp in (2, 4, 8)}, "each replica has its own experts"
     fixed = list(layout_grids(replace(PROBLEM, fixed={"ep": 8})))
     assert fixed and {grid.ep for grid in fixed} == {8}
     given = list(layout_grids(replace(PROBLEM, fixed={"etp": 1, "tp": 4})))

@@ -103,10 +103,11 @@ class MatrixSharers(NamedTuple):
     @classmethod
     def of(cls, workload: Workload, *, of_experts: bool) -> "MatrixSharers":
         """Return those of a rank's matrices. ``of_experts``: of experts that not all replicas hold."""
-        layout = workload.layout
+        layout, together = workload.layout, workload.comm.sync_every == 1
         if of_experts:
-            return cls(layout.num_expert_replicas, layout.num_expert_shards, layout.expert_tp)
-        replicas = layout.num_holders if workload.comm.sync_every == 1 else 1
+            replicas = layout.num_expert_replicas if together else 1
+            return cls(replicas, layout.num_expert_shards, layout.expert_tp)
+        replicas = layout.num_holders if together else 1
         return cls(replicas, min(layout.num_shards, replicas), layout.tp)
 
 

@@ -300,14 +300,14 @@ def _rows(problem: LayoutProblem, tp: int, cp: int) -> list[int]:
 
 def _expert_degrees(problem: LayoutProblem, dp: int, tp: int) -> list[tuple[int, bool]]:
     """Return the numbers of ranks that may share experts, and whether these are whole. Replicas that train
-    alone share none. ``dp``: ranks that hold the same parameters."""
+    alone share none with others. ``dp``: ranks that hold the same parameters."""
     experts = problem.model.experts
     if experts is None:
         return [(1, False)]
     shares = problem.comm.sync_every == 1
     found = [(ep, False) for ep in (divisors(gcd(dp, experts)) if shares else [1])]
-    if shares and tp > 1:
-        found += [(ep, True) for ep in divisors(gcd(dp * tp, experts))]
+    if tp > 1:
+        found += [(ep, True) for ep in divisors(gcd(dp * tp, experts)) if shares or ep == tp]
     return [
         (ep, whole)
         for ep, whole in found
