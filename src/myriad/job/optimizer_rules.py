@@ -94,16 +94,16 @@ def _check_statistics(job: JobValues) -> None:
 
 def check_precision(job: JobValues) -> None:
     """Float8 matrix products need dimensions that are multiples of 16."""
-    if float8_scaling(job.train.precision) is None:
+    scaling = float8_scaling(job.train.precision)
+    if scaling is None:
         return
     precision, experts = job.train.precision, job.model.experts
-    allowed = "bfloat16, float16 or float32 with model.experts: each gets any number of tokens"
-    need(experts is None, "train.precision", precision, allowed)
+    allowed = "float8-blocks, or without float8, with model.experts: each gets any number of tokens"
+    need(experts is None or scaling == "blocks", "train.precision", precision, allowed)
     model, tp = job.model, job.layout.tp
-    up = model.ffn_width * model.up_matrices
     lengths = {
         "model.hidden": model.hidden,
-        "model.ffn_hidden / layout.tp": up // tp,
+        **_mlp_lengths(model, tp, job.layout.expert_tp),
         "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
         "model.kv_heads x model.head_dim / layout.tp": model.kv_heads_of_rank(tp) * model.head_width,
         **_latent_lengths(model, tp),
@@ -114,6 +114,16 @@ def check_precision(job: JobValues) -> None:
     for key, length in lengths.items():
         allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
         need(length % 16 == 0, key, length, allowed)
+
+
+def _mlp_lengths(model: ModelConfig, tp: int, expert_tp: int) -> dict[str, int]:
+    """Return the dimensions of the products of MLPs and experts."""
+    found = {}
+    if model.experts is None or model.has_dense_blocks:
+        found["model.ffn_hidden / layout.tp"] = model.ffn_width * model.up_matrices // tp
+    if model.experts is not None:
+        found["model.expert_hidden / layout.etp"] = model.expert_width // expert_tp
+    return found
 
 
 def _latent_lengths(model: ModelConfig, tp: int) -> dict[str, int]:

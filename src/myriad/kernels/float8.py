@@ -219,7 +219,7 @@ class Float8(NamedTuple):
     def output(self, x: Float8Operand, weight: Float8Operand) -> torch.Tensor:
         """Compute ``x W^T``: ``[T, I]`` and ``[O, I]`` to ``[T, O]``."""
         (rows,) = scaled(x, self.forward_type, self._of_values, ["rows"], self.kernels)
-        outputs = self._form(weight, "rows")
+        outputs = self.form(weight, "rows")
         return self._product(rows, outputs, x.matrix.dtype, quick=True)
 
     def gradient(self, grad: torch.Tensor) -> tuple[Scaled, Scaled]:
@@ -228,11 +228,17 @@ class Float8(NamedTuple):
         rows, columns = scaled(found, self.gradient_type, self._of_values, BOTH, self.kernels)
         return rows, columns
 
+    def lines(self, x: torch.Tensor, form: Form = "rows", *, of_gradient: bool = False) -> Scaled:
+        """Convert values, or a gradient, whose 128 neighbours share a scale, to float8."""
+        kind = self.gradient_type if of_gradient else self.forward_type
+        return scaled(Float8Operand(x, None), kind, "lines", [form], self.kernels)[0]
+
     def input_gradient(self, rows: Scaled, weight: Float8Operand) -> torch.Tensor:
         """Compute ``g W``: float8 ``[T, O]`` and ``[O, I]`` to ``[T, I]``."""
-        return self._product(rows, self._form(weight, "columns"), weight.matrix.dtype, quick=False)
+        return self._product(rows, self.form(weight, "columns"), weight.matrix.dtype, quick=False)
 
-    def _form(self, weight: Float8Operand, form: Form) -> Scaled:
+    def form(self, weight: Float8Operand, form: Form) -> Scaled:
+        """Return a weight as stored or transposed."""
         if weight.forms is not None:
             return weight.forms[BOTH.index(form)]
         (made,) = scaled(weight, self.forward_type, self._of_weights, [form], self.kernels)
@@ -244,7 +250,7 @@ class Float8(NamedTuple):
         """Compute ``total += g^T x``: float8 ``[O, T]`` and ``[T, I]`` to float32 ``[O, I]``. The ``first``
         product of a sum overwrites ``total``."""
         (inputs,) = scaled(x, self.forward_type, self._of_values, ["columns"], self.kernels)
-        if self.scaling == "blocks" and self._multiplies(total):
+        if self.scaling == "blocks" and self.multiplies(total):
             from myriad.kernels.triton.float8_kernels import add_product_of_blocks
 
             add_product_of_blocks(total, *columns, *inputs, first=first)
@@ -255,14 +261,14 @@ class Float8(NamedTuple):
         else:
             total.add_(product)
 
-    def _multiplies(self, x: torch.Tensor) -> bool:
+    def multiplies(self, x: torch.Tensor) -> bool:
         """Return whether the device of ``x`` multiplies float8 values directly."""
         return multiplies_float8(x.device) and (self.scaling == "tensor" or _in_triton(x, self.kernels))
 
     def _product(self, a: Scaled, b: Scaled, out: torch.dtype, *, quick: bool) -> torch.Tensor:
         """Compute ``a b^T``: ``[M, K]`` and ``[N, K]`` to ``[M, N]``. ``quick``: intermediate sums may have
         fewer bits than float32."""
-        if not self._multiplies(a.values):
+        if not self.multiplies(a.values):
             exact = torch.float32 if out == torch.float32 else torch.bfloat16
             return (a.restored(exact) @ b.restored(exact).t()).to(out)
         if self.scaling == "blocks":

@@ -16,7 +16,7 @@ Legend: G groups, N rows of all groups, I and O inputs and outputs.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from myriad.kernels.choice import runs_triton
 from myriad.kernels.config import Kernels
+from myriad.kernels.float8 import BLOCK, Float8, Float8Operand, Form, Scaled
 from myriad.kernels.gradient import GradientSink, sink_of
 from myriad.kernels.linear import Later, parts_of, weight_gradient
 from myriad.kernels.remade import Remade
@@ -50,6 +51,20 @@ class RowGroups:
     def ends(self) -> torch.Tensor:
         """Where the rows of each group end, int32 ``[G]``."""
         return self.counts.cumsum(0).to(torch.int32)
+
+    @cached_property
+    def padded_ends(self) -> torch.Tensor:
+        """Where they end in `padded` rows, int32 ``[G]``."""
+        return ((self.counts + (BLOCK - 1)) // BLOCK * BLOCK).cumsum(0).to(torch.int32)
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ``x`` with zeros behind those of each group, so that each begins at a multiple
+        of 128, and further zeros behind all: as many as there may be, so that the host need not know."""
+        gaps = self.padded_ends.diff(prepend=self.padded_ends.new_zeros(1)) - self.counts
+        before = (gaps.cumsum(0) - gaps).repeat_interleave(self.counts, output_size=len(x))
+        most = -(-(len(x) + (BLOCK - 1) * len(self.counts)) // BLOCK) * BLOCK
+        places = torch.arange(len(x), device=x.device) + before
+        return x.new_zeros(most, x.shape[1]).index_copy_(0, places, x)
 
 
 def grouped_linear(
@@ -86,19 +101,32 @@ class _Grouped(torch.autograd.Function):
         number = len(groups.counts)
         ctx.groups, ctx.later, ctx.remade, ctx.kernels = groups, later, remade, kernels
         ctx.weights, biases, ctx.num_parts = weights[:number], weights[number:], parts_of(later)
-        return _product(x, groups, ctx.weights, biases, kernels)
+        ctx.float8 = _Float8Groups.of(ctx.weights)
+        if ctx.float8 is None:
+            return _product(x, groups, ctx.weights, biases, kernels)
+        y: torch.Tensor = ctx.float8.output(x, groups)
+        if not biases:
+            return y
+        return y.add_(torch.stack(biases).repeat_interleave(groups.counts, 0, output_size=len(y)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         grad, number = grads[0], len(ctx.weights)
         needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5 : 5 + number]
-        grad_x = _input_gradient(grad, ctx.groups, ctx.weights, ctx.kernels) if needs_x else None
         of_weights: Sequence[torch.Tensor | None] = [None] * number
-        if any(needs_weights):
-            x = ctx.saved_tensors[0] if ctx.remade is None else ctx.remade.take()
-            of_weights = _weight_gradients(ctx, grad, x)
+        if ctx.float8 is not None:
+            grad_x = ctx.float8.gradients(grad, _input_of(ctx), ctx.groups, ctx.later)
+        else:
+            grad_x = _input_gradient(grad, ctx.groups, ctx.weights, ctx.kernels) if needs_x else None
+            if any(needs_weights):
+                of_weights = _weight_gradients(ctx, grad, _input_of(ctx))
         of_biases = _sums(grad, ctx.groups) if len(ctx.needs_input_grad) > 5 + number else ()
         return grad_x, None, None, None, None, *of_weights, *of_biases
+
+
+def _input_of(ctx: Any) -> torch.Tensor:
+    x: torch.Tensor = ctx.saved_tensors[0] if ctx.remade is None else ctx.remade.take()
+    return x
 
 
 def _product(
@@ -172,6 +200,68 @@ class _WeightProducts:
 
         totals, first = zip(*(sink.take() for sink in self.sinks), strict=True)
         grouped_kernels.add_weight_products(totals, first, self._grad, self._x, self._ends)
+
+
+class _Float8Groups:
+    """The products of weights that are multiplied in float8, scaled in blocks (`myriad.kernels.float8`)."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], sinks: list[GradientSink], how: Float8) -> None:
+        assert how.scaling == "blocks", "a product needs 16 tokens or a multiple"
+        self._weights, self._sinks, self._how = weights, sinks, how
+
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor]) -> "_Float8Groups | None":
+        """Return the products if the weights' sinks ask for float8."""
+        sinks = [sink for sink in map(sink_of, weights) if sink is not None]
+        how = sinks[0].float8 if sinks else None
+        return None if how is None else cls(weights, sinks, how)
+
+    def output(self, x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        """Return ``x_g W_g^T`` of all groups."""
+        if self._how.multiplies(x):
+            return self._grouped(self._how.lines(x), groups, "rows", x.dtype)
+        y = x.new_empty(len(x), len(self._weights[0]))
+        parts = zip(x.split(groups.sizes), y.split(groups.sizes), range(len(self._weights)), strict=True)
+        for rows, out, number in parts:
+            if len(rows):
+                out.copy_(self._how.output(Float8Operand(rows, None), self._operand(number)))
+        return y
+
+    def gradients(self, grad: torch.Tensor, x: torch.Tensor, groups: RowGroups, later: Later) -> torch.Tensor:
+        """Return ``grad_g W_g`` of all groups, and add ``grad_g^T x_g`` to the sinks, now or later."""
+        how = self._how
+        if how.multiplies(grad):
+            columns = how.lines(groups.padded(grad), "columns", of_gradient=True)
+            self._sinks[0].run(partial(self._add, columns, x, groups), later)
+            return self._grouped(how.lines(grad, of_gradient=True), groups, "columns", x.dtype)
+        grad_x = torch.empty_like(x)
+        parts = zip(*(one.split(groups.sizes) for one in (grad, x, grad_x)), strict=True)
+        for number, (of_output, rows, out) in enumerate(parts):
+            if len(rows):
+                stored, transposed = how.gradient(of_output)
+                out.copy_(how.input_gradient(stored, self._operand(number)))
+                sink = self._sinks[number]
+                sink.run(partial(sink.add_float8, transposed, Float8Operand(rows, None)), later)
+        return grad_x
+
+    def _operand(self, number: int) -> Float8Operand:
+        """Return a weight, with its forms where they are kept."""
+        kept = self._sinks[number].forms
+        weight = self._weights[number]
+        return Float8Operand(weight, None) if kept is None else kept.seen(weight, self._how)
+
+    def _grouped(self, rows: Scaled, groups: RowGroups, form: Form, out: torch.dtype) -> torch.Tensor:
+        from myriad.kernels.triton.grouped_float8_kernels import product_of_groups
+
+        weights = [self._how.form(self._operand(number), form) for number in range(len(self._weights))]
+        return product_of_groups(*rows, groups.ends, weights, out)
+
+    def _add(self, columns: Scaled, x: torch.Tensor, groups: RowGroups) -> None:
+        from myriad.kernels.triton.grouped_float8_kernels import add_products_of_groups
+
+        totals, first = zip(*(sink.take() for sink in self._sinks), strict=True)
+        of_x = self._how.lines(groups.padded(x), "columns")
+        add_products_of_groups(totals, first, columns, of_x, groups.padded_ends)
 
 
 def _sums(grad: torch.Tensor, groups: RowGroups) -> list[torch.Tensor | None]:

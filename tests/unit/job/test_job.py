@@ -344,7 +344,12 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (
             ["model.experts=4", "train.precision=float8"],
             "train.precision",
-            "with model.experts: each gets any",
+            "float8-blocks, or without float8",
+        ),
+        (
+            ["model.experts=4", "model.expert_hidden=136", "train.precision=float8-blocks"],
+            "model.expert_hidden / layout.etp",
+            "a multiple of 16",
         ),
         (
             ["model.experts=4", "model.experts_per_token=5"],

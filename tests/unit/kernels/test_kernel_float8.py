@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from myriad.kernels.float8 import Float8, Kind, Scaled, Scaling, _power_of_two, scaled, seen
 from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink
+from myriad.kernels.grouped import RowGroups, grouped_linear
 from myriad.kernels.linear import linear
 
 SCALINGS: list[Scaling] = ["tensor", "blocks"]
@@ -95,3 +96,25 @@ def test_a_linear_with_a_float8_sink_computes_all_three_products_so(scaling: Sca
     for found, expected in zip((y, x.grad, sink.total), exact, strict=True):
         error = (found - expected).norm() / expected.norm()
         assert 1e-3 < error < 0.1
+
+
+def test_groups_are_multiplied_as_each_alone() -> None:
+    """Experts: one has no token, and products wait until tokens travel."""
+    counts, results = [3, 0, 130], []
+    x, wave = torch.randn(133, 32), torch.randn(133, 48)
+    start, biases = torch.randn(3, 48, 32), torch.randn(3, 48)
+    for together in (True, False):
+        weights, later = [torch.nn.Parameter(weight.clone()) for weight in start], []
+        for weight in weights:
+            set_sink(weight, GradientSink(torch.zeros(48, 32), float8=Float8("blocks")))
+        leaf = x.clone().requires_grad_()
+        if together:
+            y = grouped_linear(leaf, RowGroups(torch.tensor(counts)), weights, [*biases], later)
+        else:
+            parts = zip(leaf.split(counts), weights, biases, strict=True)
+            y = torch.cat([linear(part, weight, bias, later) for part, weight, bias in parts])
+        y.backward(wave)
+        assert len(later) == 2 + (not together)
+        apply_deferred(later)
+        results.append([y.detach(), leaf.grad, *(weight.sink.total for weight in weights)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

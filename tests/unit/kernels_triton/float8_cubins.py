@@ -13,7 +13,7 @@ from attention_cubins import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from myriad.kernels.triton import float8_kernels, scaling
+from myriad.kernels.triton import float8_kernels, grouped_float8_kernels, scaling
 
 POINTERS = {
     "x_pointer": "*bf16",
@@ -22,6 +22,13 @@ POINTERS = {
     "columns_pointer": "*fp8e5",
     "a_pointer": "*fp8e5",
     "b_pointer": "*fp8e4nv",
+    "grad_pointer": "*fp8e5",
+    "like_pointer": "*fp8e4nv",
+    "ends_pointer": "*i32",
+    "weights_pointer": "*i64",
+    "weight_scales_pointer": "*i64",
+    "totals_pointer": "*i64",
+    "out_pointer": "*bf16",
 }
 """What is not here is float32."""
 CAST = {"shift": 15, "size": 128, "block": 1024}
@@ -38,6 +45,13 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     for height, accumulate in ((128, False), (1, True)):
         flags = {"b_height": height, "accumulate": accumulate}
         yield f"product {height}", float8_kernels.product_kernel, PRODUCT | flags, {"num_stages": 3}
+    flags = {"size": 128, "upcast": False}
+    stages = {"num_stages": 3}
+    product = grouped_float8_kernels.float8_product_kernel
+    yield "product of groups", product, {**flags, "groups": 128}, stages
+    for accumulate in (True, False):
+        weight = grouped_float8_kernels.float8_weight_kernel
+        yield "product of weights", weight, {**flags, "accumulate": accumulate}, stages
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +64,8 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
             continue
         pointer = argument.endswith("_pointer")
         signature[argument] = POINTERS.get(argument, "*fp32") if pointer else "i32"
+        if name == "product of weights" and argument == "x_pointer":
+            signature[argument] = "*fp8e4nv"
         attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, given, attributes)
     target = GPUTarget("cuda", 90, 32)

@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 from myriad.kernels.agreement import LIMITS, float8_disagreements
 from myriad.kernels.float8 import BOTH, Float8, Form, KeptForms, Kind, Scaled, Scaling, scaled_reference, seen
 from myriad.kernels.gradient import GradientSink, set_sink
+from myriad.kernels.grouped import RowGroups, grouped_linear
 from myriad.kernels.linear import linear
 from myriad.kernels.triton.float8_kernels import add_product_of_blocks, product_of_blocks
 from myriad.kernels.triton.scaling import largest
@@ -176,3 +177,29 @@ def test_the_doctor_s_trial_passes_and_finds_a_scale_that_is_wrong(monkeypatch) 
     assert float8_disagreements(here, 16, 144)["float8"] <= limit
     monkeypatch.setattr("myriad.kernels.triton.scaling.largest", lambda x: torch.ones(1))
     assert float8_disagreements(here, 16, 144)["float8"] > limit
+
+
+@pytest.mark.parametrize("counts", [[130, 0, 5], [0, 0, 1], [128, 128]])
+def test_products_of_groups_are_those_of_each_group(counts: list[int], monkeypatch) -> None:
+    """Experts of which one has no token, in the first micro-batch of a step and in the second."""
+    groups, results = len(counts), []
+    x, wave = torch.randn(sum(counts), 140), torch.randn(sum(counts), 144)
+    for in_kernels in (False, True):
+        monkeypatch.setattr("myriad.kernels.float8._in_triton", lambda x, kernels, on=in_kernels: on)
+        monkeypatch.setattr(Float8, "multiplies", lambda self, x, on=in_kernels: on)
+        weights = [torch.nn.Parameter(torch.randn(144, 140, generator=seed(n))) for n in range(groups)]
+        totals = torch.zeros(groups, 144, 140)
+        for weight, total in zip(weights, totals, strict=True):
+            set_sink(weight, GradientSink(total, float8=Float8("blocks")))
+            weight.sink.begin()
+        leaf = x.clone().requires_grad_()
+        for _ in range(2):
+            y = grouped_linear(leaf, RowGroups(torch.tensor(counts)), weights)
+            y.backward(wave)
+        results.append((y.detach(), leaf.grad, *(weight.sink.total for weight in weights)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def seed(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)

@@ -25,7 +25,32 @@ import triton.language as tl
 from myriad.kernels.choice import in_interpreter
 from myriad.kernels.triton.launch import block_of, launch, rows_of
 
-__all__ = ["add_weight_products", "input_gradient", "product", "product_kernel", "tiles", "weight_kernel"]
+__all__ = [
+    "add_weight_products",
+    "address_table",
+    "input_gradient",
+    "product",
+    "product_kernel",
+    "tile_of",
+    "tiles",
+    "weight_kernel",
+]
+
+
+@triton.jit
+def tile_of(ends_pointer, tile, num_groups, groups: tl.constexpr, row_size: tl.constexpr):
+    """Return the group of a tile of rows, its first row, and where the group ends. The group is
+    ``num_groups`` or more for a tile beyond the last one."""
+    group = tl.arange(0, groups)
+    ends = tl.load(ends_pointer + group, mask=group < num_groups, other=0)
+    starts = tl.load(ends_pointer + group - 1, mask=(group > 0) & (group < num_groups), other=0)
+    num_tiles = tl.where(group < num_groups, tl.cdiv(ends - starts, row_size), 0)
+    tile_ends = tl.cumsum(num_tiles, 0)
+    own = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    start = tl.sum(tl.where(group == own, starts, 0), 0)
+    end = tl.sum(tl.where(group == own, ends, 0), 0)
+    first_tile = tl.sum(tl.where(group == own, tile_ends - num_tiles, 0), 0)
+    return own, start + (tile - first_tile) * row_size, end
 
 
 @triton.jit
@@ -51,18 +76,9 @@ def product_kernel(
 ):
     """Compute a tile of ``y``. Neighbouring programs have the same rows and other columns."""
     across = tl.cdiv(num_columns, column_size)
-    tile = tl.program_id(0) // across
-    group = tl.arange(0, groups)
-    ends = tl.load(ends_pointer + group, mask=group < num_groups, other=0)
-    starts = tl.load(ends_pointer + group - 1, mask=(group > 0) & (group < num_groups), other=0)
-    num_tiles = tl.where(group < num_groups, tl.cdiv(ends - starts, row_size), 0)
-    tile_ends = tl.cumsum(num_tiles, 0)
-    own = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    own, first, end = tile_of(ends_pointer, tl.program_id(0) // across, num_groups, groups, row_size)
     if own < num_groups:
-        start = tl.sum(tl.where(group == own, starts, 0), 0)
-        end = tl.sum(tl.where(group == own, ends, 0), 0)
-        first_tile = tl.sum(tl.where(group == own, tile_ends - num_tiles, 0), 0)
-        rows = start + (tile - first_tile) * row_size + tl.arange(0, row_size)
+        rows = first + tl.arange(0, row_size)
         columns = tl.program_id(0) % across * column_size + tl.arange(0, column_size)
         steps = tl.arange(0, inner_size)
         kind = tl.pointer_type(x_pointer.dtype.element_ty)
@@ -164,11 +180,11 @@ def _multiply(
     x = rows_of(x)
     y, how = x.new_empty(len(x), num_columns), tiles(x.dtype)
     down = -(-len(x) // how["row"]) + len(weights) if len(x) else 0
-    table = _addresses(weights)
+    table = address_table(weights)
     launch(
         product_kernel,
         (down * -(-num_columns // how["column"]),),
-        x, ends, table, _addresses(biases) if biases else table, y,
+        x, ends, table, address_table(biases) if biases else table, y,
         x.stride(0), *strides, len(weights), num_columns, x.shape[1],
         groups=block_of(len(weights)), row_size=how["row"], column_size=how["column"],
         inner_size=how["inner"], has_bias=bool(biases), upcast=in_interpreter(), precision=how["precision"],
@@ -195,13 +211,13 @@ def add_weight_products(
     launch(
         weight_kernel,
         grid,
-        grad, x, ends, _addresses(totals), grad.stride(0), x.stride(0), outputs, inputs,
+        grad, x, ends, address_table(totals), grad.stride(0), x.stride(0), outputs, inputs,
         output_size=how["row"], input_size=how["column"], row_size=how["inner"], accumulate=not all(first),
         upcast=in_interpreter(), precision=how["precision"], **how["options"],
     )  # fmt: skip
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def address_table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a table of the tensors' addresses, int64, on their device."""
     assert all(one.is_contiguous() for one in tensors), "the kernels know one distance of rows"
     return _table(tuple(one.data_ptr() for one in tensors), tensors[0].device)

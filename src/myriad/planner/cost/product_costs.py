@@ -125,7 +125,7 @@ def expert_products(
     held = model.experts / experts.ep
     num_in_kernel = held if context.profile.grouped_experts else 1.0
     shapes = _mlp_shapes(model, model.expert_width / cut)
-    one = three_passes(context, each, shapes, num_in_kernel=num_in_kernel)
+    one = product_passes(context, each, shapes, num_in_kernel)
     return held * one[0], held * one[1], held * one[2]
 
 
@@ -148,12 +148,16 @@ def attention_products(
 
 
 def product_passes(
-    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+    context: LayerContext,
+    tokens: Number,
+    shapes: Sequence[tuple[Number, Number]],
+    num_in_kernel: Number = 1.0,
 ) -> tuple[Number, Number, Number]:
-    """Return the seconds of the three passes for the matrices ``[out, in]`` given."""
+    """Return the seconds of the three passes for the matrices ``[out, in]`` given. ``num_in_kernel``: as for
+    `matmul_seconds`."""
     if context.profile.float8 and context.accelerator.float8_flops_per_second:
-        return _in_float8(context, tokens, shapes)
-    return three_passes(context, tokens, shapes)
+        return _in_float8(context, tokens, shapes, num_in_kernel)
+    return three_passes(context, tokens, shapes, num_in_kernel=num_in_kernel)
 
 
 def block_shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
@@ -213,7 +217,10 @@ def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
 
 
 def _in_float8(
-    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+    context: LayerContext,
+    tokens: Number,
+    shapes: Sequence[tuple[Number, Number]],
+    num_in_kernel: Number,
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of the three passes at the float8 rate, including the extra memory traffic of
     float8."""
@@ -223,7 +230,7 @@ def _in_float8(
     changed = context.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
     sum_bytes = context.profile.gradient_bytes
     written = None if scaling == "blocks" else float(value)
-    products = three_passes(replace(context, cluster=changed), tokens, shapes, written)
+    products = three_passes(replace(context, cluster=changed), tokens, shapes, written, num_in_kernel)
 
     found = list(products)
     for n, k in shapes:
