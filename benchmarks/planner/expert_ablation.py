@@ -16,7 +16,7 @@ and ep of 8; parts of a micro-batch that take turns (``overlap.tensor``); tokens
 pp is 15 and dp 2. Micro-batch (1 here), virtual stages and recomputation are not stated, so every row is
 predicted with six sets of them, and compared with the baseline of the same set. Memory is that of the fullest
 rank: the paper's rematerialization keeps less than Myriad's, and sets that do not fit are not left out.
-Grouped products are stated. No constant is fitted.
+No constant is fitted.
 """
 
 from itertools import product
@@ -25,7 +25,6 @@ from typing import Any
 from myriad.comm.layout import Layout
 from myriad.job import load_job
 from myriad.planner import Costs, SimulationCache, Workload
-from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster, scale_cluster
 
@@ -45,7 +44,6 @@ OPEN = [
     )
 ]
 """Values that the paper leaves open and that all rows can have."""
-PROFILE = FrameworkProfile(grouped_experts=True)
 BATCH, GPUS, PUBLISHED_SECONDS = 720, 240, 21.61
 
 
@@ -54,7 +52,7 @@ def costs_of(keys: dict[str, int], values: dict[str, Any], overlap: OverlapConfi
     layout = Layout.model_validate({"pp": 15, "dp": 2, "zero": 1, "micro_batch": 1, **keys, **values})
     model = load_job("megascale-moe-352b").model
     cluster = scale_cluster(load_cluster("megascale-1440xh800"), GPUS)
-    return Costs(Workload(model, layout, BATCH, overlap, PROFILE), cluster)
+    return Costs(Workload(model, layout, BATCH, overlap), cluster)
 
 
 def spread(values: list[float], digits: int) -> str:
