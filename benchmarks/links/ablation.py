@@ -1,6 +1,7 @@
 """MegaScale's table 3 on shaped links: what each technique adds, one row after the other.
 
     python benchmarks/links/ablation.py [--repeats 3] [--steps 3] [--svg FILE] [--json] [--quick]
+    python benchmarks/links/ablation.py --experts [--rate 200mbit] [--repeats 3] [--quick]
 
 Every row keeps what the rows above it switched on (MegaScale, arXiv 2402.15627, table 3: 175B parameters on
 256 A100; its MFU stands beside ours for order and shape, not for size). All rows train the same small GPT on
@@ -16,6 +17,8 @@ understates what overlap gives, and the columns of two ranks say what each techn
 A row's time is for the same number of tokens in every row, though a step with LAMB has 3 x as many. MFU:
 model FLOPs with attended pairs only, over a float32 matrix product on all cores at once (`peak`). Visits to
 rows are interleaved: medians over repeats, with the smallest and the largest.
+
+``--experts``: the rows of MegaScale-MoE instead (`expert_ablation_links`).
 """
 
 import argparse
@@ -32,6 +35,7 @@ from myriad.job import Job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
+from expert_ablation_links import MoeWork, expert_table, measure_experts
 from gpt_ranks import Setup, make_job, peak_flops, train
 from hosts import Hosts
 from plain_operators import plain_operators
@@ -239,8 +243,13 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="where to draw the chart")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="one repeat of one step")
+    parser.add_argument("--experts", action="store_true", help="the rows of a mixture of experts instead")
     options = parser.parse_args()
     repeats, steps = (1, 1) if options.quick else (options.repeats, options.steps)
+    if options.experts:
+        work = MoeWork()
+        print(expert_table(options.rate, work, measure_experts(options.rate, work, repeats, steps)))
+        return
     columns = columns_of(options.rate, options.tensor_rate)
     columns = tuple(c for c in columns if options.columns is None or c.name in options.columns)
     prepare_embedded(vocabulary=VOCABULARY)
