@@ -3,6 +3,7 @@ it cannot read."""
 
 import json
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -202,3 +203,17 @@ def test_a_fact_that_a_report_lacks_is_a_line_of_it(cluster: Path) -> None:
     silent = load_cluster(str(cluster), ["fabric.kind=rail"])
     parts = list(network_parts(load_job("tiny-3d", []), silent, lambda what, done: None))
     assert any("No settings" in part and "nics.transport" in part for part in parts)
+
+
+def test_a_report_shows_tokens_that_travel_to_experts(cluster: Path) -> None:
+    """They are the heaviest traffic of many micro-batches: each step sends gradients once."""
+    job = load_job("tiny-moe", ["layout.dp=16", "layout.ep=4", "train.global_batch=512"])
+    parts = network_parts(job, load_cluster(str(cluster), ["fabric.kind=rail"]), lambda what, done: None)
+    assert any("of its tokens to experts and back" in part for part in islice(parts, 8))
+
+
+def test_a_mixture_of_experts_is_placed(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("tiny-moe", "--layout.dp", "16", "--layout.ep", "4", "--train.global_batch", "64")
+    assert _place(*keys, "--cluster", cluster, "--draws", "2", "--json") == 0
+    numbered = json.loads(capsys.readouterr().out)["placements"][0]["jobs"][0]
+    assert 0 < numbered["slowest_exchange_p50_ratio"] <= 1 and numbered["bytes"]

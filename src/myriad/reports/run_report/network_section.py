@@ -241,6 +241,8 @@ _WORDS: dict[Axis, str] = {
     "dp": "its data-parallel rings",
     "pp": "its messages between pipeline stages",
     "tp": "its tensor-parallel rings",
+    "edp": "its rings of experts",
+    "ep": "its tokens to experts and back",
 }
 _MOST_FLOWS = 48
 _MOST_BYTES = 8e6
