@@ -88,7 +88,7 @@ class ModelKeys(Config):
     expert_capacity: float | None = Field(None, gt=0, le=4096)
     """Lossy: in training an expert computes at most this many times its even share of a sequence's tokens
     (with model.experts), rounded up; of the tokens that chose it, those at later positions are dropped, and
-    get nothing from it. 1.25 is usual. Evaluation and generation drop none. off: no token is dropped."""
+    get nothing from it. 2 drops few. Evaluation and generation drop none. off: no token is dropped."""
     balance_loss: float = Field(0.01, ge=0, le=100)
     """Weight of the loss that training adds so that experts get equally many tokens of each sequence, or of
     each batch (model.balance_scope; with model.experts). 0: none."""
