@@ -77,6 +77,10 @@ class FrameworkProfile:
     grouped_experts: bool = True
     """Whether one kernel multiplies the tokens of all experts of a rank, as Myriad's and Megatron-Core's
     grouped GEMM, instead of one for each expert."""
+    fused_permutation: bool = True
+    """Whether a kernel copies tokens in the order of experts, and one sums their results times their gates,
+    each in one pass of memory, as Myriad's and Transformer Engine's. Otherwise results are multiplied by
+    their gates in float32, in passes of their own, and then summed."""
     adds_gradients_apart: bool = False
     """Whether each micro-batch writes a weight's gradient in the compute type, and another pass adds it to
     the gradient buffer, instead of the product itself. It describes other systems."""

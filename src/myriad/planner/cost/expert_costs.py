@@ -53,16 +53,22 @@ class ExpertHop(NamedTuple):
 
 def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, float]:
     """Return the bytes that a block moves in the forward and in the backward to order tokens by expert and to
-    sum what experts compute, and the operators of each: with k experts a token, copies of k tokens (read and
-    written), their results in the order of tokens (read and written), and times their gates in float32. Where
-    ranks share experts, copies that arrive are ordered again, and their results back."""
+    sum what experts compute, and the operators of each. With k experts a token, copies of k tokens (read and
+    written), and sums of results times gates (k read, one written); the backward also writes the gradients of
+    k results. Without fused kernels results are ordered, and multiplied in float32, in passes of their own.
+    Where ranks share experts, copies that arrive are ordered again, and their results back."""
     if model.experts is None:
         return 0.0, 0.0, 0.0
     value = context.value_bytes
     values = context.routed(tokens) * model.experts_per_token * model.hidden
     scores = 4.0 * 6 * tokens * model.experts
-    forward = values * (4 * value + (value + 4) + 4) + scores
-    backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
+    if context.profile.fused_permutation:
+        of_token = value / model.experts_per_token
+        forward = values * (3 * value + of_token) + scores
+        backward = values * (4 * value + of_token) + scores
+    else:
+        forward = values * (4 * value + (value + 4) + 4) + scores
+        backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
     kernels = 1.0 if context.profile.grouped_experts else model.experts / context.experts.ep
     if context.experts.ep == 1:
         return forward, backward, 16.0 + kernels
