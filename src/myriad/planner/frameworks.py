@@ -60,7 +60,9 @@ class LayoutHabits(Config):
     shard_group: int | None = Field(None, ge=2)
     """Largest number of replicas over which state is sharded (HSDP); off: all."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Recomputation of models without experts; off, and with experts: the fastest that fits."""
+    """Recomputation of models without experts; off: the fastest that fits."""
+    expert_recompute: Literal["none", "selective", "full"] | None = None
+    """Recomputation of models with experts; off: the fastest that fits."""
     schedule: ScheduleName | None = None
     """Pipeline schedule; off: interleaved with virtual stages, else 1f1b."""
     virtual_stages: int | None = Field(None, ge=1)

@@ -250,7 +250,7 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     if group and zero and group < dp and dp % group == 0:
         fixed["shard_group"] = group
     stages = [model.layers] if by_layer else _stages(read, model, pp, habits.virtual_stages)
-    recomputes = _recomputes(read, habits.recompute if model.experts is None else None)
+    recomputes = _recomputes(read, habits.recompute if model.experts is None else habits.expert_recompute)
     for micro_batch, number, recompute in product(_micro_batches(read), stages, recomputes):
         open_keys = {"micro_batch": micro_batch, "virtual_stages": number, "recompute": recompute}
         schedule = {} if by_layer else _schedule(read, number, habits)

@@ -44,7 +44,7 @@ PROFILE_RATIO = 0.18
 """Relative half width for a framework with a profile whose times are in no table."""
 UNKNOWN_RATIO = 0.52
 """Relative half width for a framework without a profile."""
-EXPERTS_RATIO = 0.72
+EXPERTS_RATIO = 0.46
 """Relative half width for models with experts, of any framework."""
 
 
