@@ -69,6 +69,9 @@ class LayoutHabits(Config):
     """Virtual stages; off: the fastest number that fits."""
     expert_dispatch: ExpertDispatch = "expert"
     """How often a token travels to its experts."""
+    whole_experts: bool = False
+    """Whether experts are whole on a rank where tensor-parallel ranks share other matrices; off: only where
+    layout.dp x layout.cp is no multiple of layout.ep."""
     partition: Literal["uniform", "with-ends", "balanced", "cumulative"] = "uniform"
     """How layers are divided among stages. uniform: equal numbers of blocks. with-ends: equal numbers of
     layers, of which the embedding and the head are one each, where these numbers are equal. cumulative: the
