@@ -176,9 +176,9 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
     """Return the probability that the memory of the fullest stage is within an accelerator's."""
     layout = workload.layout
     memory = worst_stage_memory(
-        workload.model,
+        workload.rank_model,
         workload.profile,
-        dp=layout.dp,
+        dp=layout.num_holders,
         tp=layout.tp,
         pp=layout.pp,
         virtual_stages=layout.virtual_stages,
@@ -198,6 +198,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         ep=layout.ep,
         whole_experts=layout.has_whole_experts,
         expert_load=layout.expert_load,
+        context=(layout.cp // layout.ulysses, layout.ulysses),
     )
     return float(fits_probability(memory, float(cluster.accelerator.memory_bytes)))
 
