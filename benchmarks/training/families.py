@@ -2,6 +2,7 @@
 
     python benchmarks/training/families.py --runs FOLDER [--flops 3e12] [--seeds 3] [--optimizer muon]
                                            [--shapes "GPT (squared ReLU)" "GPT, experts in every block"]
+    python benchmarks/training/families.py --runs FOLDER --flops 5e12 --shapes tiny tiny-moe
 
 Every shape has about the size of the GPT of the job `embedded-gpt` and trains on the same text for the same
 FLOPs, one process of one thread, with that job's batch and sequence. A seed fixes the initial weights and the
@@ -69,8 +70,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """The model keys of `embedded-gpt` that each shape changes."""
+RECIPES = ("tiny", "tiny-moe")
+"""Jobs that are shapes, too: equal FLOPs a token, but for the router, with an eighth of `embedded-gpt`'s."""
 FIRST_RATES = {"adamw": 0.0025, "muon": 0.01}
-"""Learning rates from which the search starts."""
+"""Learning rates from which the search starts; twice that for `RECIPES`, with eight times the sequences."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,18 @@ class Training:
     flops: float
 
     def job(self) -> Job:
-        """The job `embedded-gpt` with the shape's keys and as many steps as the FLOPs allow."""
-        shape = [f"model.{key}={value}" for key, value in SHAPES[self.shape].items()]
-        model = load_job("embedded-gpt", shape).model
-        batch = 8
+        """The job of the shape with as many steps as the FLOPs allow."""
+        is_recipe = self.shape in RECIPES
+        base = self.shape if is_recipe else "embedded-gpt"
+        changed = {} if is_recipe else SHAPES[self.shape]
+        shape = [f"model.{key}={value}" for key, value in changed.items()]
+        model = load_job(base, shape).model
+        batch, micro_batch = (64, 16) if is_recipe else (8, 4)
         steps = round(self.flops / (model.flops_per_token() * model.sequence * batch))
         keys = {
             "train.steps": steps,
+            "train.global_batch": batch,
+            "layout.micro_batch": micro_batch,
             "train.seed": self.seed,
             "train.threads": 1,
             "train.validate_every": steps,
@@ -101,7 +109,7 @@ class Training:
             "optimizer.learning_rate": self.learning_rate,
             "optimizer.warmup_steps": max(1, steps // 40),
         }
-        return load_job("embedded-gpt", [*shape, *(f"{key}={value}" for key, value in keys.items())])
+        return load_job(base, [*shape, *(f"{key}={value}" for key, value in keys.items())])
 
     @property
     def folder(self) -> str:
@@ -157,7 +165,7 @@ class Trainings:
 
     def search(self, shape: str, seeds: Sequence[int]) -> Outcome:
         """Search the learning rate with the first seed, then train the others at the best one."""
-        start = FIRST_RATES[self._optimizer]
+        start = FIRST_RATES[self._optimizer] * (2 if shape in RECIPES else 1)
         found = {start: self.bits(shape, start, seeds[0])}
         while len(found) < MOST_RATES:
             best = min(found, key=lambda rate: found[rate])
@@ -208,7 +216,9 @@ def main() -> None:
     parser.add_argument("--flops", type=float, default=3e12, help="training FLOPs of each training")
     parser.add_argument("--seeds", type=int, default=3, choices=sorted(STUDENT), help="seeds of each shape")
     parser.add_argument("--optimizer", default="adamw", choices=sorted(FIRST_RATES))
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument(
+        "--shapes", nargs="+", default=list(SHAPES), choices=[*SHAPES, *RECIPES], metavar="SHAPE"
+    )
     options = parser.parse_args()
     trainings = Trainings(options.runs, options.flops, options.optimizer)
     outcomes = [trainings.search(shape, range(1, options.seeds + 1)) for shape in options.shapes]
