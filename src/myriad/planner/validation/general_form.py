@@ -240,8 +240,7 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     if model.sequence % Layout(tp=tp, cp=cp).sequence_multiple:
         raise read.refused("cp", f"a divisor of the sequence of {model.sequence}, with tp and in halves")
     if model.experts is not None and tp > 1:
-        whole = habits.whole_experts or dp * cp % ep > 0
-        fixed["etp"] = read.whole("etp", 1 if whole else tp)
+        fixed["etp"] = read.whole("etp", 1 if habits.whole_experts or dp * cp % ep else tp)
     if ep > 1:
         fixed["expert_dispatch"] = _dispatch(read, habits.expert_dispatch)
     by_layer = zero == 3 and habits.by_layer and pp == 1
