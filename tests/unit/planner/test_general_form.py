@@ -32,6 +32,17 @@ def test_empty_cells_follow_from_the_rest_of_the_row(tmp_path: Path) -> None:
     assert row.framework == "unknown"
 
 
+@pytest.mark.parametrize(("billions", "shared"), [(341, 0), (352, 1)])
+def test_a_shared_expert_shows_in_the_number_of_parameters(
+    tmp_path: Path, billions: int, shared: int
+) -> None:
+    """MegaScale-MoE's tables give 352B for a model whose stated keys make 341B."""
+    header = f"{HEADER},layers,hidden,ffn,heads,kv_heads,vocab,seq,params_B"
+    line = f"sparse,240,H800,8,15,1,720,none,39.0,32 experts top-3,60,4096,14336,32,8,65536,8192,{billions}"
+    (row,) = rows(tmp_path, line, header=header)
+    assert {work.model.shared_experts for work in row.works} == {shared}
+
+
 @pytest.mark.parametrize(
     ("column", "value", "seconds"),
     [

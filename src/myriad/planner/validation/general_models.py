@@ -84,9 +84,17 @@ def model_of(read: RowCells, recipe: Callable[[str], Mapping[str, Any] | None]) 
 
 
 def _as_large(model: ModelConfig, parameters: float) -> ModelConfig:
-    """Return the model with tied embeddings or without, whichever has nearly as many parameters."""
-    both = [model.model_copy(update={"tied": tied}) for tied in (model.tied, not model.tied)]
-    return min(both, key=lambda one: abs(sum(layer_parameters(one)) - one.tied * _shared(one) - parameters))
+    """Return the model with tied embeddings or without, and with experts also with a shared one if none is
+    stated, whichever has nearly as many parameters."""
+    shared = (
+        {model.shared_experts, 1} if model.experts and not model.shared_experts else {model.shared_experts}
+    )
+    every = [
+        model.model_copy(update={"tied": tied, "shared_experts": number})
+        for number in sorted(shared)
+        for tied in (model.tied, not model.tied)
+    ]
+    return min(every, key=lambda one: abs(sum(layer_parameters(one)) - one.tied * _shared(one) - parameters))
 
 
 def _shared(model: ModelConfig) -> int:
