@@ -270,16 +270,18 @@ def _sums(grad: torch.Tensor, groups: RowGroups) -> list[torch.Tensor | None]:
 
 
 def _stacked(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the weights ``[G, O, I]`` as they lie in memory, if they lie at equal distances and aligned as
-    `grouped_mm` needs them and the rows of ``x``."""
+    """Return the weights ``[G, O, I]`` as they lie in memory, if `grouped_mm` can multiply them with the rows
+    of ``x``: they lie at equal distances, all lengths are aligned, and on a GPU the type is bfloat16."""
     first, size = weights[0], x.element_size()
+    if not (hasattr(F, "grouped_mm") and len(x) and x.stride(1) == 1 and first.is_contiguous()):
+        return None
+    if first.dtype != x.dtype or (x.is_cuda and x.dtype != torch.bfloat16):
+        return None
     starts = [weight.data_ptr() for weight in weights]
     gap = starts[1] - starts[0] if len(starts) > 1 else first.numel() * size
-    even = all(start == starts[0] + number * gap for number, start in enumerate(starts))
+    even = gap > 0 and all(start == starts[0] + number * gap for number, start in enumerate(starts))
     lengths = (starts[0], x.data_ptr(), gap, x.stride(0) * size, first.shape[0] * size, first.shape[1] * size)
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
-    if not even or gap <= 0 or len(storages) > 1 or any(length % _ALIGNMENT for length in lengths):
-        return None
-    if x.stride(1) != 1 or not first.is_contiguous() or first.dtype != x.dtype:
+    if not even or len(storages) > 1 or any(length % _ALIGNMENT for length in lengths):
         return None
     return first.detach().as_strided((len(weights), *first.shape), (gap // size, first.shape[1], 1))
