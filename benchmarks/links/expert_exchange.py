@@ -15,6 +15,8 @@ Each rank is one thread in a host of its own (`hosts.py`), pinned to a core; for
     step      a training iteration of a mixture of experts on two hosts, of several micro-batches: each
               exchange is waited for; parts of a micro-batch take turns (``overlap.tensor``); or the forward
               of one is paired with the backward of another (``overlap.pairs``)
+    PyTorch   the same step in plain PyTorch (`peers/expert_parallel.py`): its loss and gradient norm of the
+              first two steps have to be Myriad's
     compute   the same step with every exchange of rows left out (results are wrong, shapes right)
     wire      bytes that one rank has to send in a step, at the nominal rate of the link
     messages  the exchanges of the step with pairs alone, in their order, two in flight: what the headers of
@@ -56,9 +58,11 @@ from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 from hosts import Hosts, bits_per_second
+from peers.expert_parallel import ExpertParallel
 
 CPU = torch.device("cpu")
 STEPS_OF: dict[str, dict[str, object]] = {
@@ -69,6 +73,7 @@ STEPS_OF: dict[str, dict[str, object]] = {
     "pairs": {"tensor": None, "pairs": True},
 }
 """Keys of ``overlap`` of each contender of `step_seconds`."""
+SEED, LEARNING_RATE = 1, 1e-3
 
 
 def sizes_of(rank: int, ranks: int, rows: int, kind: str) -> list[int]:
@@ -257,19 +262,29 @@ def exchange_alone(exchanges: Sequence[Exchanged], peers: ExpertPeers) -> None:
         arrives.wait()
 
 
+def compare_steps(engine: Engine, plain: ExpertParallel, batch: Batch, targets: int) -> None:
+    """Raise an error unless both have the same losses and gradient norms in two steps, from equal initial
+    values."""
+    for _ in range(2):
+        own = engine.train_step(lambda: batch, LEARNING_RATE, targets)
+        loss, norm = plain.train_step(batch.inputs, batch.targets)
+        for one, other, limit in ((own.loss, loss, 1e-5), (own.grad_norm, norm, 1e-4)):
+            assert abs(one - other) < limit * abs(one), f"PyTorch has {other:.7f} instead of {one:.7f}"
+
+
 def step_seconds(work: Work, repeats: int) -> dict[str, float]:
     """Return the seconds of a step of each contender, measured on one rank."""
     groups = open_world(Layout(dp=2, ep=2, micro_batch=work.sequences), CPU)
     batch, engines, found = work.batch(groups.grid.rank, work.micro_batches), {}, dict[str, float]()
     for name, keys in STEPS_OF.items():
         engine = engines[name] = Engine(
-            GPT(work.model, 1),
+            GPT(work.model, SEED),
             groups,
             [range(work.model.layers + 2)],
             work.batch(0, 1),
             work.micro_batches,
-            OptimizerConfig(learning_rate=1e-3),
-            seed=1,
+            OptimizerConfig(learning_rate=LEARNING_RATE),
+            seed=SEED,
             dtype=torch.float32,
             device=CPU,
             recorder=Recorder(),
@@ -281,11 +296,15 @@ def step_seconds(work: Work, repeats: int) -> dict[str, float]:
                 experts.boundary.start_exchange = _stays  # type: ignore[method-assign]
     targets, exchanges = 2 * work.micro_batches * work.sequences * work.model.sequence, list[Exchanged]()
     with recording(exchanges):
-        engines["pairs"].train_step(lambda: batch, 1e-3, targets)
+        engines["pairs"].train_step(lambda: batch, LEARNING_RATE, targets)
+    plain = ExpertParallel(work.model, SEED, work.sequences)
+    compare_steps(engines["off"], plain, batch, targets)
     peers = ExpertPeers.of(groups, Recorder(), CPU)
     contenders: dict[str, Callable[[], object]] = {
-        name: partial(engine.train_step, lambda: batch, 1e-3, targets) for name, engine in engines.items()
+        name: partial(engine.train_step, lambda: batch, LEARNING_RATE, targets)
+        for name, engine in engines.items()
     }
+    contenders["PyTorch"] = partial(plain.train_step, batch.inputs, batch.targets)
     contenders["messages"] = partial(exchange_alone, exchanges, peers)
     for _ in range(repeats + 1):
         for name, contender in contenders.items():
@@ -354,18 +373,20 @@ def print_steps(rates: Sequence[str], work: Work, repeats: int) -> None:
     print(f"\nstep of {tokens} a rank, {shape}, two hosts\n")
     print(
         "| link | compute, s | wire, s | messages, s | each waited for, s | turns 2, s | turns 4, s "
-        "| pairs, s | off / turns | off / pairs | bound / pairs | with wire |"
+        "| pairs, s | PyTorch, s | off / turns | off / pairs | PyTorch / off | PyTorch / pairs "
+        "| bound / pairs | with wire |"
     )
-    print("|---" * 12 + "|")
+    print("|---" * 15 + "|")
     for rate in rates:
         with Hosts(2, None if rate == "unshaped" else rate) as made:
             found = made.run_ranks(step_seconds, work, repeats, timeout_seconds=900)[0]
         wire, turns = work.wire_seconds(rate), min(found["turns 2"], found["turns 4"])
-        off, pairs = found["off"], found["pairs"]
+        off, pairs, plain = found["off"], found["pairs"], found["PyTorch"]
         bound, with_wire = (max(found["compute"], one) / pairs for one in (found["messages"], wire))
-        times = [found["compute"], wire, found["messages"], off, found["turns 2"], found["turns 4"], pairs]
-        cells = " | ".join(f"{one:.3f}" for one in times)
-        gains = f"{off / turns:.2f} x | {off / pairs:.2f} x"
+        own = [found[name] for name in ("messages", "off", "turns 2", "turns 4", "pairs")]
+        cells = " | ".join(f"{one:.3f}" for one in (found["compute"], wire, *own, plain))
+        ratios = (off / turns, off / pairs, plain / off, plain / pairs)
+        gains = " | ".join(f"{one:.2f} x" for one in ratios)
         print(f"| {rate} | {cells} | {gains} | {bound:.0%} | {with_wire:.0%} |", flush=True)
 
 
