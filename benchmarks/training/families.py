@@ -186,12 +186,12 @@ def difference(one: Outcome, other: Outcome) -> str:
 
 
 def print_table(outcomes: Sequence[Outcome], flops: float, optimizer: str) -> None:
-    """One row for each shape, with its difference to the GPT."""
+    """One row for each shape, with its difference to the first."""
     print(
         "\n| shape | parameters | steps | learning rates tried | best | bits per byte, each seed | mean |",
         end="",
     )
-    print(" to the GPT |")
+    print(" to the first |")
     print("|---|---|---|---|---|---|---|---|")
     for one in outcomes:
         job = Training(one.shape, optimizer, one.learning_rate, 1, flops).job()
