@@ -99,7 +99,9 @@ def each_replica_of_an_expert_is_in_the_norm() -> None:
 def gradients_of_an_expert_are_not_summed_over_its_replicas() -> None:
     """Megatron-LM#1622 and #5916: ranks that hold the same expert have other gradients of it."""
 
-    def alone(others: Sharing, groups: Groups, overlap: Any, comm: Any, device: torch.device) -> Sharing:
+    def alone(
+        others: Sharing, groups: Groups, overlap: Any, comm: Any, device: torch.device, *, trains_alone: bool
+    ) -> Sharing:
         index, size = groups.grid.index("expert_dp"), groups.grid.size("expert_dp")
         scheduler = CommScheduler(groups, None, overlap, comm, device)
         one = {"group_rank": 0, "group_size": 1, "copy": index, "num_copies": size, "of_experts": True}
