@@ -17,9 +17,7 @@ messages' time that does not lengthen the step: 1 - (step - compute) / messages.
 because another rank of the core computes meanwhile. A figure is the quickest of all repeats.
 """
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,19 +25,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from expert_steps import Exchanged, exchange_alone, random_batch, recording, slowest_seconds, stays
 from hosts import Hosts
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.model.boundary import Arrived, Arriving
 from myriad.model.config import ModelConfig
 from myriad.model.experts import Experts
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
-from myriad.parallel import expert_exchange
 from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.expert_exchange import ExpertPeers, start_rows
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
@@ -98,60 +94,12 @@ class MoeWork:
 
     def batch(self, replica: int, micro_batches: int) -> Batch:
         """Return so many micro-batches of a replica."""
-        generator, sequences = torch.Generator().manual_seed(replica), self.sequences * micro_batches
-        shape = (sequences, self.length + 1)
-        tokens = torch.randint(1024, shape, generator=generator)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        return Batch(inputs, targets, torch.arange(sequences))
+        return random_batch(self.sequences * micro_batches, self.length, 1024, replica)
 
     @property
     def targets(self) -> int:
         """Targets of a step of both replicas."""
         return 2 * self.micro_batches * self.sequences * self.length
-
-
-Exchanged = tuple[ExpertPeers, int, Sequence[int], Sequence[int]]
-"""Peers, values of a row, rows for each peer, and rows from each."""
-
-
-@contextmanager
-def recording(into: list[Exchanged]) -> Iterator[None]:
-    """Append the exchanges of rows of this rank, in their order."""
-    plain = expert_exchange._Rows
-
-    class Recorded(plain):  # type: ignore[misc, valid-type]
-        def __init__(
-            self, rows: torch.Tensor, peers: ExpertPeers, leaving: Sequence[int], arriving: Sequence[int]
-        ) -> None:
-            super().__init__(rows, peers, leaving, arriving)
-            into.append((peers, rows.shape[1], leaving, arriving))
-
-    expert_exchange._Rows = Recorded  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        expert_exchange._Rows = plain  # type: ignore[misc]
-
-
-@torch.no_grad()
-def exchange_alone(exchanges: Sequence[Exchanged]) -> None:
-    """Run the exchanges without any compute, two in flight."""
-    in_flight = deque[Arriving]()
-    for peers, values, leaving, arriving in exchanges:
-        if len(in_flight) == 2:
-            in_flight.popleft().wait()
-        in_flight.append(start_rows(torch.empty(sum(leaving), values), peers, leaving, arriving, None))
-    for arrives in in_flight:
-        arrives.wait()
-
-
-def _stays(
-    rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], hop: int | None = None
-) -> Arriving:
-    """Return as many rows as would arrive, of which none travelled."""
-    number = sum(arriving)
-    repeated = rows if number <= len(rows) else rows.repeat(-(-number // max(1, len(rows))), 1)
-    return Arrived(repeated[:number])
 
 
 @contextmanager
@@ -165,7 +113,7 @@ def _without_exchanges(engine: Engine) -> Iterator[None]:
         if isinstance(one, Experts)
     }
     for boundary in boundaries.values():
-        boundary.start_exchange = _stays  # type: ignore[method-assign]
+        boundary.start_exchange = stays  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -209,24 +157,14 @@ def visit_row(row: ExpertRow, work: MoeWork, steps: int) -> RowSeconds:
         loss = step().loss
     steps_taken, alone, computed = list[float](), list[float](), list[float]()
     for _ in range(steps):
-        steps_taken.append(_timed(step))
-        alone.append(_timed(lambda: exchange_alone(exchanges)))
+        steps_taken.append(slowest_seconds(step))
+        alone.append(slowest_seconds(lambda: exchange_alone(exchanges)))
         with _without_exchanges(engine):
-            computed.append(_timed(step))
+            computed.append(slowest_seconds(step))
     dist.barrier()
     engine.close()
     close_world()
     return RowSeconds(min(steps_taken), min(computed), min(alone), loss)
-
-
-def _timed(run: Callable[[], object]) -> float:
-    """Return the seconds of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    seconds = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def measure_experts(rate: str, work: MoeWork, repeats: int, steps: int) -> list[list[RowSeconds]]:

@@ -30,9 +30,7 @@ import argparse
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,12 +43,10 @@ from myriad.comm.config import CommConfig
 from myriad.comm.grid import RankGrid
 from myriad.comm.groups import Groups, close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.model.boundary import Arrived, Arriving
 from myriad.model.config import ModelConfig
 from myriad.model.experts import Experts
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
-from myriad.parallel import expert_exchange
 from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
 from myriad.parallel.expert_exchange import ExpertPeers, start_rows
@@ -61,6 +57,7 @@ from myriad.telemetry.spans import Recorder
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
+from expert_steps import Exchanged, exchange_alone, random_batch, recording, slowest_seconds, stays
 from hosts import Hosts, bits_per_second
 from peers.expert_parallel import ExpertParallel
 
@@ -107,12 +104,8 @@ def exchange_seconds(ranks: int, rows: int, hidden: int, repeats: int) -> dict[s
         contenders: dict[str, Callable[[], object]] = {f"{kind} myriad": ours, f"{kind} gloo": theirs}
         for _ in range(repeats + 1):
             for name, contender in contenders.items():
-                dist.barrier()
-                start = time.perf_counter()
-                contender()
-                seconds = torch.tensor(time.perf_counter() - start)
-                dist.all_reduce(seconds, dist.ReduceOp.MAX)
-                found[name] = min(found.get(name, 1e9), float(seconds))
+                seconds = slowest_seconds(contender)
+                found[name] = min(found.get(name, seconds), seconds)
     dist.barrier()
     close_world()
     return found
@@ -202,11 +195,8 @@ class Work:
 
     def batch(self, rank: int, micro_batches: int) -> Batch:
         """So many micro-batches of a rank."""
-        generator, sequences = torch.Generator().manual_seed(rank), self.sequences * micro_batches
-        shape = (sequences, self.model.sequence + 1)
-        tokens = torch.randint(self.model.vocabulary, shape, generator=generator)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        return Batch(inputs, targets, torch.arange(sequences))
+        model = self.model
+        return random_batch(self.sequences * micro_batches, model.sequence, model.vocabulary, rank)
 
     def wire_seconds(self, rate: str) -> float:
         """Seconds to send what a rank sends to one other in a step, if experts are equally loaded."""
@@ -216,50 +206,6 @@ class Work:
         tokens = self.sequences * model.sequence * model.experts_per_token
         values = 4 * model.layers * self.micro_batches * tokens / 2 * model.hidden
         return 8 * 4 * values / bits_per_second(rate)
-
-
-def _stays(
-    rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], hop: int | None = None
-) -> Arriving:
-    """As many rows as would arrive, of which none travelled."""
-    number = sum(arriving)
-    repeated = rows if number <= len(rows) else rows.repeat(-(-number // max(1, len(rows))), 1)
-    return Arrived(repeated[:number])
-
-
-Exchanged = tuple[int, Sequence[int], Sequence[int]]
-"""Values of a row, rows for each rank, and rows from each rank."""
-
-
-@contextmanager
-def recording(into: list[Exchanged]) -> Iterator[None]:
-    """Append the exchanges of this rank, in their order."""
-    plain = expert_exchange._Rows
-
-    class Recorded(plain):  # type: ignore[misc, valid-type]
-        def __init__(
-            self, rows: torch.Tensor, peers: ExpertPeers, leaving: Sequence[int], arriving: Sequence[int]
-        ) -> None:
-            super().__init__(rows, peers, leaving, arriving)
-            into.append((rows.shape[1], leaving, arriving))
-
-    expert_exchange._Rows = Recorded  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        expert_exchange._Rows = plain  # type: ignore[misc]
-
-
-@torch.no_grad()
-def exchange_alone(exchanges: Sequence[Exchanged], peers: ExpertPeers) -> None:
-    """Run the exchanges without any compute, two in flight."""
-    in_flight = deque[Arriving]()
-    for hidden, leaving, arriving in exchanges:
-        if len(in_flight) == 2:
-            in_flight.popleft().wait()
-        in_flight.append(start_rows(torch.empty(sum(leaving), hidden), peers, leaving, arriving, None))
-    for arrives in in_flight:
-        arrives.wait()
 
 
 def compare_steps(engine: Engine, plain: ExpertParallel, batch: Batch, targets: int) -> None:
@@ -293,27 +239,22 @@ def step_seconds(work: Work, repeats: int) -> dict[str, float]:
         layers = [layer for stage in engine.model.stages.values() for layer in stage.layers.values()]
         for layer in layers if name == "compute" else ():
             for experts in (one for one in layer.modules() if isinstance(one, Experts)):
-                experts.boundary.start_exchange = _stays  # type: ignore[method-assign]
+                experts.boundary.start_exchange = stays  # type: ignore[method-assign]
     targets, exchanges = 2 * work.micro_batches * work.sequences * work.model.sequence, list[Exchanged]()
     with recording(exchanges):
         engines["pairs"].train_step(lambda: batch, LEARNING_RATE, targets)
     plain = ExpertParallel(work.model, SEED, work.sequences)
     compare_steps(engines["off"], plain, batch, targets)
-    peers = ExpertPeers.of(groups, Recorder(), CPU)
     contenders: dict[str, Callable[[], object]] = {
         name: partial(engine.train_step, lambda: batch, LEARNING_RATE, targets)
         for name, engine in engines.items()
     }
     contenders["PyTorch"] = partial(plain.train_step, batch.inputs, batch.targets)
-    contenders["messages"] = partial(exchange_alone, exchanges, peers)
+    contenders["messages"] = partial(exchange_alone, exchanges)
     for _ in range(repeats + 1):
         for name, contender in contenders.items():
-            dist.barrier()
-            start = time.perf_counter()
-            contender()
-            seconds = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            found[name] = min(found.get(name, 1e9), float(seconds))
+            seconds = slowest_seconds(contender)
+            found[name] = min(found.get(name, seconds), seconds)
     dist.barrier()
     for engine in engines.values():
         engine.close()

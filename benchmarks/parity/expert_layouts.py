@@ -74,7 +74,7 @@ class Job:
     optimizer: str
     overlap: dict[str, Any]
     capacity: float | None = None
-    """``model.expert_capacity``."""
+    """The value of ``model.expert_capacity``; ``None``: experts drop nothing."""
 
     def case(self, steps: int) -> Case:
         """The job as the parity tests describe it."""

@@ -87,24 +87,31 @@ def train_rank(run: Run) -> None:
     trainer.close()
 
 
-def train(setting: Setting, tokens: int, slowest: int, folder: Path) -> Result:
-    """One training. Validations fall on steps at which all settings have just agreed."""
-    unit = QUARTERS * slowest
-    steps = max(1, round(tokens / (BATCH * SEQUENCE * unit))) * unit
-    overrides = {
+def small_job(steps: int) -> dict[str, Any]:
+    """Return the keys of `embedded-gpt` that all settings of a comparison change: a small GPT, for so many
+    steps, that is validated at each quarter."""
+    return {
         "model.layers": 3,
         "model.hidden": 128,
         "model.heads": 4,
         "model.sequence": SEQUENCE,
-        "layout.dp": REPLICAS,
-        "layout.micro_batch": BATCH // REPLICAS,
         "train.steps": steps,
         "train.global_batch": BATCH,
         "train.validate_every": steps // QUARTERS,
         "train.sample_prompt": "off",
-        "checkpoint.every": 0,
         "data.validation_batches": 32,
         "optimizer.warmup_steps": max(1, steps // 20),
+    }
+
+
+def train(setting: Setting, tokens: int, slowest: int, folder: Path) -> Result:
+    """One training. Validations fall on steps at which all settings have just agreed."""
+    unit = QUARTERS * slowest
+    steps = max(1, round(tokens / (BATCH * SEQUENCE * unit))) * unit
+    overrides = small_job(steps) | {
+        "layout.dp": REPLICAS,
+        "layout.micro_batch": BATCH // REPLICAS,
+        "checkpoint.every": 0,
         "comm.sync_every": setting.every,
         "comm.outer_learning_rate": setting.rate,
         "comm.outer_momentum": setting.momentum,
@@ -113,7 +120,7 @@ def train(setting: Setting, tokens: int, slowest: int, folder: Path) -> Result:
     run.create_or_resume(load_job("embedded-gpt", [f"{key}={value}" for key, value in overrides.items()]))
     run_local(run, REPLICAS, command=[sys.executable, __file__, "--rank"])
     if (done := run.read_metrics()[-1]["step"]) < steps:
-        raise RunFailedError(f"{setting.name}: somebody stopped it after {done} of {steps} steps")
+        raise RunFailedError(f"{setting.name}: it was stopped after {done} of {steps} steps")
     losses = [event["loss"] for event in run.read_events() if event["event"] == "validation"]
     curve = [(line["tokens"], line["loss"]) for line in run.read_metrics()]
     return Result(setting, steps, tuple(losses), int((run.path / "bytes").read_text()), curve)
@@ -158,16 +165,22 @@ def compare(
         print(json.dumps([asdict(result) for result in results]))
 
 
+def new_parser(description: str, part: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every comparison. ``part``: of the tokens, with ``--quick``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--tokens", type=int, default=524_288, help="tokens of each training")
+    parser.add_argument("--svg", type=Path, help="where to draw the losses")
+    parser.add_argument("--quick", action="store_true", help=f"{part} of the tokens")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Losses of replicas that agree every H steps.")
-    parser.add_argument("--tokens", type=int, default=524_288, help="of each training")
+    parser = new_parser("Losses of replicas that agree every H steps.", "a quarter")
     parser.add_argument("--every", type=int, nargs="+", default=[8, 32], help="steps between agreements")
     parser.add_argument(
         "--outer", nargs="+", default=["0.7,0.9", "1,0"], help="RATE,MOMENTUM of the outer one"
     )
-    parser.add_argument("--svg", type=Path, help="where to draw the losses")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--rank", metavar="RUN", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

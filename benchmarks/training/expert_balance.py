@@ -9,19 +9,17 @@ difference means. Validation losses, of the dropless model, at each quarter of t
 pairs and the load of the busiest expert are means over the last quarter.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diloco
+from diloco import BATCH, QUARTERS, SEQUENCE
 from myriad.job import load_job
 from myriad.launchers.local import run_local
 from myriad.reports.charts.loss_chart import Series
 from myriad.run import Run
-
-SEQUENCE, BATCH, QUARTERS = 128, 8, 4
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,11 @@ class Result:
 
     setting: Setting
     losses: tuple[float, ...]
-    """On held-out text at each quarter."""
+    """Losses on held-out text at each quarter."""
     dropped: float
-    """Share of pairs of a token and an expert."""
+    """Share of the pairs of a token and an expert that were dropped."""
     load: float
-    """Of the busiest expert of each step."""
+    """Tokens of the busiest expert of a step over those of the mean one."""
     curve: Series
     """Training loss over tokens."""
 
@@ -65,29 +63,19 @@ class Result:
 def overrides(setting: Setting, tokens: int) -> dict[str, Any]:
     """Return the changed keys of the job `embedded-gpt`."""
     steps = max(1, round(tokens / (BATCH * SEQUENCE * QUARTERS))) * QUARTERS
-    return {
+    return diloco.small_job(steps) | {
         "train.seed": setting.seed,
-        "model.layers": 3,
-        "model.hidden": 128,
-        "model.heads": 4,
-        "model.sequence": SEQUENCE,
         "model.experts": 8,
         "model.expert_hidden": 256,
         "model.expert_capacity": "off" if setting.capacity is None else setting.capacity,
         "model.balance_scope": setting.scope,
         "layout.dp": 1,
         "layout.micro_batch": BATCH,
-        "train.steps": steps,
-        "train.global_batch": BATCH,
-        "train.validate_every": steps // QUARTERS,
-        "train.sample_prompt": "off",
-        "data.validation_batches": 32,
-        "optimizer.warmup_steps": max(1, steps // 20),
     }
 
 
 def train(setting: Setting, tokens: int, folder: Path) -> Result:
-    """One training."""
+    """Train with a setting, and return its losses and loads."""
     job = load_job("embedded-gpt", [f"{key}={value}" for key, value in overrides(setting, tokens).items()])
     run = Run(folder / setting.name.replace(", ", "-").replace(" ", "-"))
     run.create_or_resume(job)
@@ -103,7 +91,7 @@ _MEANS = ("dropped_share", "expert_load")
 
 
 def line(result: Result, first: Result) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     cells = [result.setting.name, *(f"{loss:.4f}" for loss in result.losses)]
     cells += [f"{result.losses[-1] - first.losses[-1]:+.4f}", f"{result.dropped:.1%}", f"{result.load:.2f}"]
     return f"| {' | '.join(cells)} |"
@@ -115,12 +103,9 @@ HEAD = """\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Losses with bounded and with differently balanced experts.")
-    parser.add_argument("--tokens", type=int, default=524_288, help="of each training")
-    parser.add_argument("--svg", type=Path, help="where to draw the losses")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    options = parser.parse_args()
+    options = diloco.new_parser(
+        "Losses with bounded and with differently balanced experts.", "an eighth"
+    ).parse_args()
     tokens = options.tokens // 8 if options.quick else options.tokens
     title = "Bounds and balance of experts, same tokens"
     diloco.compare(SETTINGS, lambda one, folder: train(one, tokens, folder), HEAD, line, title, options)

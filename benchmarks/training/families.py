@@ -160,7 +160,10 @@ class Trainings:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             training = Training(shape, self._optimizer, learning_rate, seed, self._flops)
             found = process.submit(train, training, self._runs).result()
-        print(f"  {shape:32} rate {learning_rate:<8g} seed {seed}: {found:.4f} bits per byte", flush=True)
+        lines = Run(self._runs / training.folder).read_metrics()
+        seconds = sum(line["step_seconds"] for line in lines)
+        what = f"rate {learning_rate:<8g} seed {seed}: {found:.4f} bits per byte, {seconds:.0f} s of steps"
+        print(f"  {shape:32} {what}", flush=True)
         return found
 
     def search(self, shape: str, seeds: Sequence[int]) -> Outcome:

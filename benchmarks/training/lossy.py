@@ -9,19 +9,19 @@ shows how much a difference means. Validation losses at each quarter of the way.
 connections of rank 0 have sent (TCP_INFO), everything counted: start, losses and checkpoints too.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diloco
+from diloco import BATCH, QUARTERS, SEQUENCE
 from myriad.job import load_job
 from myriad.launchers.local import run_local
 from myriad.reports.charts.loss_chart import Series
 from myriad.run import Run
 
-SEQUENCE, BATCH, RANKS, QUARTERS = 128, 8, 2, 4
+RANKS = 2
 CODECS = ("bfloat16", "int8")
 
 
@@ -70,21 +70,11 @@ class Result:
 def overrides(setting: Setting, tokens: int) -> dict[str, Any]:
     """Return the changed keys of the job `embedded-gpt`."""
     steps = max(1, round(tokens / (BATCH * SEQUENCE * QUARTERS))) * QUARTERS
-    return {
+    return diloco.small_job(steps) | {
         "train.seed": setting.seed,
-        "model.layers": 3,
-        "model.hidden": 128,
-        "model.heads": 4,
-        "model.sequence": SEQUENCE,
         "layout.dp": RANKS,
         "layout.zero": 2,
         "layout.micro_batch": BATCH // RANKS,
-        "train.steps": steps,
-        "train.global_batch": BATCH,
-        "train.validate_every": steps // QUARTERS,
-        "train.sample_prompt": "off",
-        "data.validation_batches": 32,
-        "optimizer.warmup_steps": max(1, steps // 20),
         "comm.compress_gradients": setting.gradients,
         "comm.compress_parameters": setting.parameters,
     }
@@ -116,12 +106,7 @@ HEAD = """\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Losses with compressed and with exact transfers.")
-    parser.add_argument("--tokens", type=int, default=524_288, help="of each training")
-    parser.add_argument("--svg", type=Path, help="where to draw the losses")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    options = parser.parse_args()
+    options = diloco.new_parser("Losses with compressed and with exact transfers.", "an eighth").parse_args()
     tokens = options.tokens // 8 if options.quick else options.tokens
     title = "Compressed transfers, same tokens"
     diloco.compare(SETTINGS, lambda one, folder: train(one, tokens, folder), HEAD, line, title, options)

@@ -174,12 +174,10 @@ def _input_gradient(
 def _weight_gradients(ctx: Any, grad: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor | None]:
     """Add ``grad_g^T x_g`` to the sinks of the weights, now or later, or return it for those without."""
     weights, groups = ctx.weights, ctx.groups
-    sinks = [sink_of(weight) for weight in weights]
-    if runs_triton("experts", x, ctx.kernels):
-        product = _WeightProducts([sink for sink in sinks if sink is not None], grad, x, groups.ends)
-        if len(product.sinks) == len(weights):
-            product.sinks[0].run(product, ctx.later)
-            return [None] * len(weights)
+    own = [sink for sink in map(sink_of, weights) if sink is not None]
+    if len(own) == len(weights) and runs_triton("experts", x, ctx.kernels):
+        own[0].run(partial(_add_products, own, grad, x, groups.ends), ctx.later)
+        return [None] * len(weights)
     found: list[torch.Tensor | None] = []
     for weight, of_output, rows in zip(weights, grad.split(groups.sizes), x.split(groups.sizes), strict=True):
         has_rows = len(rows) > 0
@@ -187,19 +185,23 @@ def _weight_gradients(ctx: Any, grad: torch.Tensor, x: torch.Tensor) -> Sequence
     return found
 
 
-class _WeightProducts:
-    """A `DeferredProduct` of all groups, computed by one kernel."""
+def _add_products(
+    sinks: Sequence[GradientSink], grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor
+) -> None:
+    """Add ``grad_g^T x_g`` to the sinks of all groups now, by one kernel."""
+    from myriad.kernels.triton import grouped_kernels
 
-    def __init__(
-        self, sinks: list[GradientSink], grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor
-    ) -> None:
-        self.sinks, self._grad, self._x, self._ends = sinks, grad, x, ends
+    totals, accumulate = _taken(sinks)
+    grouped_kernels.add_weight_products(totals, grad, x, ends, accumulate=accumulate)
 
-    def __call__(self) -> None:
-        from myriad.kernels.triton import grouped_kernels
 
-        totals, first = zip(*(sink.take() for sink in self.sinks), strict=True)
-        grouped_kernels.add_weight_products(totals, first, self._grad, self._x, self._ends)
+def _taken(sinks: Sequence[GradientSink]) -> tuple[list[torch.Tensor], bool]:
+    """Return the memory of the sinks, and whether to add to it: else all of it is overwritten."""
+    accumulate = not all(sink.is_blank for sink in sinks)
+    if accumulate:
+        for sink in sinks:
+            sink.settle()
+    return [sink.take()[0] for sink in sinks], accumulate
 
 
 class _Float8Groups:
@@ -259,9 +261,9 @@ class _Float8Groups:
     def _add(self, columns: Scaled, x: torch.Tensor, groups: RowGroups) -> None:
         from myriad.kernels.triton.grouped_float8_kernels import add_products_of_groups
 
-        totals, first = zip(*(sink.take() for sink in self._sinks), strict=True)
+        totals, accumulate = _taken(self._sinks)
         of_x = self._how.lines(groups.padded(x), "columns")
-        add_products_of_groups(totals, first, columns, of_x, groups.padded_ends)
+        add_products_of_groups(totals, columns, of_x, groups.padded_ends, accumulate=accumulate)
 
 
 def _sums(grad: torch.Tensor, groups: RowGroups) -> list[torch.Tensor | None]:

@@ -45,6 +45,7 @@ class Places(NamedTuple):
     begins: torch.Tensor | None = None
     """Where the pairs of each token begin in ``back``, ``[T]``; ``None``: each token has m."""
     kernels: Kernels = "auto"
+    """The kernels that sum rows."""
 
     @classmethod
     def of(cls, chosen: torch.Tensor, number: int, kernels: Kernels = "auto") -> "Places":

@@ -11,6 +11,15 @@ from myriad.program.pairs import pair_computes
 from myriad.program.passes import apply_passes, orthogonalize
 from myriad.program.schedules import IN_A_V, schedule
 
+KINDS_OF_SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zero-bubble", 1),
+    ("interleaved", 2),
+    ("zero-bubble-v", 2),
+    ("dualpipe-v", 2),
+)
+"""Schedules of each kind, and the stages of a rank."""
 ONE_STAGE_ONLY = ("1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble")
 
 

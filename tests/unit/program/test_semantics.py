@@ -4,6 +4,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program_shapes import KINDS_OF_SCHEDULES
 
 from myriad.comm.layout import Layout
 from myriad.program.actions import SEMANTICS, Collective, Kind, Resource, input_of, kinds_where, output_of
@@ -11,15 +12,6 @@ from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.span_io.span_records import PHASES
 from myriad.telemetry.spans import COMMUNICATION
-
-SCHEDULES = (
-    ("1f1b", 1),
-    ("gpipe", 1),
-    ("zero-bubble", 1),
-    ("interleaved", 2),
-    ("zero-bubble-v", 2),
-    ("dualpipe-v", 2),
-)
 
 
 def test_spans_are_classed_as_what_their_action_does() -> None:
@@ -42,7 +34,7 @@ def test_spans_are_classed_as_what_their_action_does() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(SCHEDULES),
+    st.sampled_from(KINDS_OF_SCHEDULES),
     st.sampled_from([2, 4]),
     st.sampled_from([0, 1, 3]),
     st.sampled_from(["last", "each"]),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program_shapes import KINDS_OF_SCHEDULES
 
 from myriad.comm.layout import Layout
 from myriad.program.actions import Action, Kind
@@ -14,19 +15,10 @@ from myriad.program.config import OverlapConfig
 from myriad.program.static_buffers import TIED, BufferAssignment, assign_buffers
 from myriad.program.warm_up import warm_up_actions
 
-SCHEDULES = (
-    ("1f1b", 1),
-    ("gpipe", 1),
-    ("zero-bubble", 1),
-    ("interleaved", 2),
-    ("zero-bubble-v", 2),
-    ("dualpipe-v", 2),
-)
-
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(SCHEDULES),
+    st.sampled_from(KINDS_OF_SCHEDULES),
     st.sampled_from([1, 2]),
     st.sampled_from([2, 3]),
     st.sampled_from(["last", "each"]),

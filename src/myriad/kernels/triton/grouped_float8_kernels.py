@@ -138,21 +138,18 @@ def product_of_groups(
 
 def add_products_of_groups(
     totals: Sequence[torch.Tensor],
-    first: Sequence[bool],
     grad: tuple[torch.Tensor, torch.Tensor],
     x: tuple[torch.Tensor, torch.Tensor],
     ends: torch.Tensor,
+    *,
+    accumulate: bool,
 ) -> None:
-    """Add ``grad_g^T x_g`` to the float32 sums ``[O, I]`` of all groups, from transposed operands ``[O, N]``
-    and ``[I, N]`` with their scales. ``ends``: of the groups, multiples of 128. ``first``: the sums that it
-    overwrites."""
-    if any(first) and not all(first):
-        for total in (total for total, is_first in zip(totals, first, strict=True) if is_first):
-            total.zero_()
+    """Add ``grad_g^T x_g`` to the float32 sums ``[O, I]`` of all groups, or write it there, from transposed
+    operands ``[O, N]`` and ``[I, N]`` with their scales. ``ends``: of the groups, multiples of 128."""
     outputs, inputs = totals[0].shape
     launch(
         float8_weight_kernel,
         (-(-outputs // _SIZE) * -(-inputs // _SIZE), len(totals)),
         *grad, *x, ends, address_table(totals), outputs, inputs, grad[0].shape[1], grad[1].shape[1],
-        size=_SIZE, accumulate=not all(first), upcast=in_interpreter(), num_warps=8, num_stages=3,
+        size=_SIZE, accumulate=accumulate, upcast=in_interpreter(), num_warps=8, num_stages=3,
     )  # fmt: skip

@@ -195,16 +195,13 @@ def _multiply(
 
 def add_weight_products(
     totals: Sequence[torch.Tensor],
-    first: Sequence[bool],
     grad: torch.Tensor,
     x: torch.Tensor,
     ends: torch.Tensor,
+    *,
+    accumulate: bool,
 ) -> None:
-    """Add ``grad_g^T x_g`` to the float32 sums ``[O, I]`` of all groups. ``first``: the sums that it
-    overwrites."""
-    if any(first) and not all(first):
-        for total in (total for total, is_first in zip(totals, first, strict=True) if is_first):
-            total.zero_()
+    """Add ``grad_g^T x_g`` to the float32 sums ``[O, I]`` of all groups, or write it there."""
     grad, x, how = rows_of(grad), rows_of(x), tiles(x.dtype)
     outputs, inputs = totals[0].shape
     grid = -(-outputs // how["row"]) * -(-inputs // how["column"]), len(totals)
@@ -212,7 +209,7 @@ def add_weight_products(
         weight_kernel,
         grid,
         grad, x, ends, address_table(totals), grad.stride(0), x.stride(0), outputs, inputs,
-        output_size=how["row"], input_size=how["column"], row_size=how["inner"], accumulate=not all(first),
+        output_size=how["row"], input_size=how["column"], row_size=how["inner"], accumulate=accumulate,
         upcast=in_interpreter(), precision=how["precision"], **how["options"],
     )  # fmt: skip
 
