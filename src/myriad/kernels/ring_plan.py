@@ -46,6 +46,7 @@ __all__ = [
     "ring_plan",
     "ring_ranges",
     "sends_what_is_seen",
+    "sent_positions",
 ]
 
 _MOST_SHARES = 8
@@ -179,6 +180,17 @@ def received_positions(sequence: int, window: int | None, size: int) -> int | No
     ``None``: whole shares travel around the ring."""
     plan = _plan(sequence, window or sequence, size // 2, size)
     return None if plan.sent is None else sum(plan.received)
+
+
+def sent_positions(sequence: int, window: int | None, size: int) -> list[list[int]]:
+    """Return the positions of each sequence that rank i of a ring sends directly to rank j, as ``[i][j]``;
+    empty: whole shares travel around the ring."""
+    messages = [_plan(sequence, window or sequence, rank, size).sent for rank in range(size)]
+    return [
+        [sent[(target - rank) % size].length for target in range(size)]
+        for rank, sent in enumerate(messages)
+        if sent is not None
+    ]
 
 
 @lru_cache(maxsize=256)

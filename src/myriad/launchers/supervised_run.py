@@ -264,11 +264,13 @@ class _Guarded:
 
 def expected_traffic(job: "Job", num_nodes: int) -> tuple[tuple[float, float], ...]:
     """Return the bytes sent and received in a step by each block of world / ``num_nodes`` consecutive ranks,
-    to and from other blocks. Empty if the job has one node or cannot be simulated: links are then judged by
-    the traffic of their own steps."""
+    to and from other blocks. Empty if the job has one node, cannot be simulated, or sends what only its data
+    decide (tokens to experts, keys of packed documents): links are then judged by the traffic of their own
+    steps."""
     world, on_cpu = job.layout.world, job.train.device == "cpu"
     on_cpu |= job.train.device == "auto" and not has_driver()
-    if num_nodes < 2 or world % num_nodes or job.layout.cp * job.layout.ep != 1 or job.comm.sync_every > 1:
+    varies = job.layout.ep > 1 or (job.layout.cp > 1 and job.data.documents == "packed")
+    if num_nodes < 2 or world % num_nodes or varies or job.comm.sync_every > 1:
         return ()
     try:
         return _counted(job, num_nodes, on_cpu=on_cpu)

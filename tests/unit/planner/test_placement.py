@@ -68,7 +68,8 @@ def _cases(draw: st.DrawFn, shapes: tuple[tuple[int, int, int], ...]) -> Case:
         exposed_ratio=draw(st.sampled_from([0.1, 1.0])),
         hides_messages=draw(st.booleans()),
         width=width,
-        tensor_seconds=(0.02,) * parts if width > 1 else (),
+        holders=draw(st.sampled_from([1, width])),
+        column_seconds=(0.02,) * parts if width > 1 else (),
     )
     nodes = st.integers(0, count - 1)
     rates = draw(st.dictionaries(nodes, st.floats(5e9, 25e9), max_size=min(count, 24)))
@@ -92,7 +93,8 @@ def _counted(case: Case, order: list[int]) -> float:
     def switch(node: int) -> int:
         return node // below if below else 0
 
-    rings = [[*node_at[:, p, w]] for p in range(traffic.parts) for w in range(traffic.width)]
+    apart = traffic.width // traffic.holders
+    rings = [[*node_at[:, p, w::apart].reshape(-1)] for p in range(traffic.parts) for w in range(apart)]
     groups = [[*node_at[r, p]] for r in range(traffic.replicas) for p in range(traffic.parts)]
     hops = {
         (r, m.source, m.target): [*zip(node_at[r, m.source], node_at[r, m.target], strict=True)]
@@ -116,8 +118,8 @@ def _counted(case: Case, order: list[int]) -> float:
         parts = []
         for p in range(traffic.parts):
             seconds = traffic.compute_seconds[p] * max(slower.get(n, 1.0) for n in node_at[r, p])
-            if traffic.tensor_seconds:
-                seconds += traffic.tensor_seconds[p] * (0.9 * 25e9 / slowest([*node_at[r, p]]) - 1)
+            if traffic.column_seconds:
+                seconds += traffic.column_seconds[p] * (0.9 * 25e9 / slowest([*node_at[r, p]]) - 1)
             parts.append(seconds)
         sent = [
             m.num_bytes / min(slowest([*pair]) for pair in hops[r, m.source, m.target])
@@ -132,8 +134,8 @@ def _counted(case: Case, order: list[int]) -> float:
                 for p in range(traffic.parts)
             )
         pipelines.append(sum(parts) + sum(sent) + (traffic.num_micro_batches - 1) * steady)
-    share = traffic.exposed_ratio * (1 - 1 / traffic.replicas)
-    moved = [traffic.ring_bytes[p] * share for p in range(traffic.parts) for _ in range(traffic.width)]
+    share = traffic.exposed_ratio * (1 - 1 / (traffic.replicas * traffic.holders))
+    moved = [traffic.ring_bytes[p] * share for p in range(traffic.parts) for _ in range(apart)]
     return max(pipelines) + max(size / slowest(ring) for size, ring in zip(moved, rings, strict=True))
 
 

@@ -164,6 +164,7 @@ def test_top_shows_nodes_also_where_files_are_damaged(tmp_path: Path) -> None:
         (["layout.dp=2", "layout.zero=1"], 2, True),
         (["layout.dp=1"], 1, False),
         (["layout.pp=2", "layout.dp=1"], 2, True),
+        (["layout.cp=2", "layout.dp=1"], 2, True),
     ],
 )
 def test_expected_traffic_of_a_node_follows_from_the_program(
@@ -180,6 +181,9 @@ def test_expected_traffic_of_a_node_follows_from_the_program(
         values = 4 * model.sequence * model.hidden * job.train.global_batch
         if "layout.pp=2" in layout:
             assert sent >= values and received >= values, "activations forth, gradients back"
+        if "layout.cp=2" in layout:
+            keys = model.layers * 2 * values / 2
+            assert sent >= 2 * keys, "keys and values of each block, forward and backward"
 
 
 def test_nodes_that_report_at_once_hold_up_no_decision_and_are_written_once(tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ from myriad.planner.cluster_config import Cluster, Level
 from myriad.planner.cost.operator_costs import Number
 
 __all__ = [
+    "AT_PORTS",
     "CommGroup",
     "DpCollectives",
+    "ExchangeSlowdown",
     "RankRun",
     "all_gather_seconds",
     "all_reduce_seconds",
@@ -67,6 +69,19 @@ __all__ = [
     "startup_seconds",
     "tensor_group",
 ]
+
+
+class ExchangeSlowdown(NamedTuple):
+    """Factors on the seconds of bytes that travel between nodes inside forwards and backwards."""
+
+    tokens: float = 1.0
+    """Of tokens that travel to experts."""
+    context: float = 1.0
+    """Of what ranks that share a sequence exchange."""
+
+
+AT_PORTS = ExchangeSlowdown()
+"""The rates of ports."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from myriad.comm.layout import Layout
-from myriad.kernels.ring_plan import pairs_of_steps, received_positions
+from myriad.kernels.ring_plan import pairs_of_steps, received_positions, sent_positions
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import CommGroup, all_to_all_seconds, group_along, message_seconds
@@ -40,6 +40,8 @@ class ContextGrid:
     ulysses: int = 1
     stride: int = 1
     """Distance of two of them in rank number."""
+    slowdown: float = 1.0
+    """Factor on the seconds of bytes that travel between nodes: 1 at the rate of the ports."""
 
     @property
     def num_ranks(self) -> int:
@@ -47,17 +49,23 @@ class ContextGrid:
         return self.ring * self.ulysses
 
     @classmethod
-    def of(cls, layout: Layout) -> "ContextGrid":
+    def of(cls, layout: Layout, slowdown: float = 1.0) -> "ContextGrid":
         """Return the grid of a layout."""
-        return cls(layout.ring, layout.ulysses, layout.tp)
+        return cls(layout.ring, layout.ulysses, layout.tp, slowdown)
 
     def next_rank(self, cluster: Cluster) -> CommGroup:
         """Return a rank and the next one of its ring, where they are farthest apart: a rank that sends to
         another node has its own share of the links only."""
         stride = self.stride * self.ulysses
-        per_node = cluster.accelerators_per_node
-        crosses = stride * self.ring > per_node
-        return group_along(cluster, 2.0, float(max(stride, per_node) if crosses else stride))
+        nearest = max(stride, cluster.accelerators_per_node) if self._crosses(cluster) else stride
+        return group_along(cluster, 2.0, float(nearest))
+
+    def ring_slowdown(self, cluster: Cluster) -> float:
+        """Return the factor on the seconds of a ring's bytes: it is as slow as its slowest step."""
+        return self.slowdown if self._crosses(cluster) else 1.0
+
+    def _crosses(self, cluster: Cluster) -> bool:
+        return self.num_ranks * self.stride > cluster.accelerators_per_node
 
 
 ONE_RANK_OF_CONTEXT = ContextGrid()
@@ -126,7 +134,7 @@ class ContextBlock:
     @cached_property
     def _shares(self) -> list[tuple[int, int, float]]:
         """First, number and share of the pairs of each run of equal steps that compute anything."""
-        pairs = pairs_of_steps(self._sequence, self.window, self.grid.ring)
+        pairs = pairs_of_steps(self.sequence, self.window, self.grid.ring)
         total, first = max(1, sum(pairs)), 0
         found = []
         for one, run in groupby(pairs):
@@ -140,21 +148,34 @@ class ContextBlock:
     def _messages(self) -> tuple[Number, Number, bool]:
         """Seconds in which keys and values arrive, seconds of the sums of their gradients, and whether they
         go around the ring: then of each step, else of all together."""
-        received = received_positions(self._sequence, self.window, self.grid.ring)
-        ratio = 1.0 if received is None else received * self.grid.ring / self._sequence
-        # a row has all its positions of some heads
-        travelling = ratio * np.maximum(
-            self._travelling, 2.0 * self.tokens * self.grid.ulysses * self.model.head_width
-        )
-        link = self._link
+        received = received_positions(self.sequence, self.window, self.grid.ring)
+        ratio = 1.0 if received is None else received * self.grid.ring / self.sequence
+        link, slower = self._link, self.grid.ring_slowdown(self.cluster)
         shift, sums = (
-            link.launch_seconds + message_seconds(link, travelling * each)
-            for each in (self.value_bytes, _SUM_BYTES)
+            link.launch_seconds + message_seconds(link, ratio * slower * each) for each in self.share_bytes
         )
         return shift, sums, received is None
 
     @property
-    def _sequence(self) -> int:
+    def share_bytes(self) -> tuple[Number, Number]:
+        """Bytes of the keys and values of a rank's share of the sequence, and of the float32 sums of their
+        gradients."""
+        return self._copied * self.value_bytes, self._copied * _SUM_BYTES
+
+    @property
+    def row_bytes(self) -> tuple[Number, Number]:
+        """Bytes that a rank exchanges in its row in each direction: queries, keys and values; and results."""
+        queries = self.tokens * self.model.heads / np.asarray(self.tp) * self.model.head_width
+        return (queries + self._copied) * self.value_bytes, queries * self.value_bytes
+
+    @property
+    def messages(self) -> list[list[int]]:
+        """Positions of each sequence that ranks of a ring send each other directly (`sent_positions`)."""
+        return sent_positions(self.sequence, self.window, self.grid.ring)
+
+    @property
+    def sequence(self) -> int:
+        """Positions of a whole sequence."""
         return self.model.sequence * self.grid.num_ranks
 
     @cached_property
@@ -162,12 +183,12 @@ class ContextBlock:
         return self.grid.next_rank(self.cluster)
 
     @property
-    def _travelling(self) -> Number:
-        """Elements of a rank's keys and values."""
+    def _copied(self) -> Number:
+        """Elements of a rank's keys and values; in a row each rank has all its positions of some heads."""
         kv_heads = np.maximum(self.model.num_kv_heads / np.asarray(self.tp), 1.0)
         if self.model.latent is not None:
             kv_heads = self.model.heads / np.asarray(self.tp)
-        return 2.0 * self.tokens * kv_heads * self.model.head_width
+        return 2.0 * self.tokens * np.maximum(kv_heads, self.grid.ulysses) * self.model.head_width
 
     def _each_behind_the_last(self, steps: Sequence[RingSteps], message: Number) -> list[RingSteps]:
         """Return the steps with the wait for what travelled during the step before."""
@@ -194,10 +215,9 @@ class ContextBlock:
         """Seconds of the exchange of positions for heads, in each direction."""
         if self.grid.ulysses == 1:
             return 0.0
-        queries = self.tokens * self.model.heads / np.asarray(self.tp) * self.model.head_width
-        copied = np.maximum(self._travelling, 2.0 * self.tokens * self.grid.ulysses * self.model.head_width)
-        sizes = ((queries + copied) * self.value_bytes, queries * self.value_bytes)
+        grid = self.grid
         both: Number = sum(
-            all_to_all_seconds(self.cluster, self.grid.ulysses, self.grid.stride, size) for size in sizes
+            all_to_all_seconds(self.cluster, grid.ulysses, grid.stride, size, slowdown=grid.slowdown)
+            for size in self.row_bytes
         )
         return both

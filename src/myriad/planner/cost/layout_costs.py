@@ -21,8 +21,10 @@ from operator import add
 from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices, matrices_of_rank
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import (
+    AT_PORTS,
     CommGroup,
     DpCollectives,
+    ExchangeSlowdown,
     all_reduce_seconds,
     copied_sum_seconds,
     group_along,
@@ -66,9 +68,9 @@ def _sum_of_layers(times: Mapping[str, LayerTimes], counts: Mapping[str, int]) -
 class Costs:
     """The costs of every action of one layout on one cluster."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, exchange_slowdown: float = 1.0) -> None:
-        """Prepare the costs. ``exchange_slowdown``: factor on the seconds in which tokens travel to experts
-        on other nodes."""
+    def __init__(
+        self, workload: Workload, cluster: Cluster, exchange_slowdown: ExchangeSlowdown = AT_PORTS
+    ) -> None:
         self.workload, self.cluster, self.exchange_slowdown = workload, cluster, exchange_slowdown
         layout, overlap, profile = workload.layout, workload.overlap, workload.profile
         sharers = layout.tp * layout.cp
@@ -85,8 +87,8 @@ class Costs:
             OVERLAP_MODES[None if overlap.pairs else overlap.tensor],
             workload.float8_kept_over,
             workload.qk_clip,
-            ExpertGrid.of(layout, replica_stride, exchange_slowdown),
-            ContextGrid.of(layout),
+            ExpertGrid.of(layout, replica_stride, exchange_slowdown.tokens),
+            ContextGrid.of(layout, exchange_slowdown.context),
             attended=workload.attended,
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
@@ -117,7 +119,8 @@ class Costs:
 
     def with_slower_exchanges(self, factor: float) -> "Costs":
         """Return the costs of the same layout whose tokens travel more slowly between nodes."""
-        return Costs(self.workload, self.cluster, self.exchange_slowdown * factor)
+        slower = self.exchange_slowdown._replace(tokens=self.exchange_slowdown.tokens * factor)
+        return Costs(self.workload, self.cluster, slower)
 
     def busy_ratio_of(self, stage: int, kind: Kind) -> float:
         """Return the share of gather and reduction time by which a compute action beside them slows down."""

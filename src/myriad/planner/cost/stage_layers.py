@@ -8,6 +8,7 @@ from myriad.program.partition import partition_layers
 
 __all__ = [
     "block_of",
+    "blocks_of_layer",
     "computed_pairs",
     "cut_layers",
     "expert_blocks",
@@ -54,9 +55,14 @@ def _routed(model: ModelConfig, layer: int) -> int:
 def expert_blocks(model: ModelConfig, layer: int) -> int:
     """Return the number of blocks with experts in a layer of the pipeline: the head has those of its
     prediction layers."""
-    further = range(model.layers, model.layers + model.prediction_layers)
-    blocks = further if layer > model.layers else range(layer - 1, layer) if layer else range(0)
-    return sum(map(model.has_experts, blocks))
+    return sum(map(model.has_experts, blocks_of_layer(model, layer)))
+
+
+def blocks_of_layer(model: ModelConfig, layer: int) -> range:
+    """Return the blocks of a layer of the pipeline: the embedding has none, the head prediction layers."""
+    if layer > model.layers:
+        return range(model.layers, model.layers + model.prediction_layers)
+    return range(layer - 1, layer) if layer else range(0)
 
 
 def routed_elements(model: ModelConfig, layer: int, tp: float) -> float:

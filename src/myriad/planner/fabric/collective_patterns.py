@@ -32,6 +32,7 @@ __all__ = [
     "group_transfers",
     "level_pattern",
     "ring_pattern",
+    "sparse_pattern",
 ]
 
 _Ints = npt.NDArray[np.int64]
@@ -91,6 +92,13 @@ def all_to_all_pattern(size: int) -> CollectivePattern:
     """Return the pattern in which every rank sends a part of its bytes to each other one."""
     source, target = np.nonzero(~np.eye(size, dtype=bool))
     return _pattern([source], [target], [np.full(len(source), 1 / size)], [np.zeros(len(source))])
+
+
+def sparse_pattern(num_bytes: npt.NDArray[np.float64]) -> CollectivePattern:
+    """Return the pattern in which rank i sends ``num_bytes[i, j]`` to rank j. It ends with the slowest
+    message."""
+    source, target = np.nonzero(num_bytes)
+    return _pattern([source], [target], [num_bytes[source, target]], [np.zeros(len(source))])
 
 
 def level_pattern(radices: Sequence[int], *, direct: bool) -> CollectivePattern:

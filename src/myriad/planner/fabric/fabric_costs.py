@@ -3,8 +3,9 @@
 A *slowdown* is the ratio of a transfer's rate on ports alone to its rate on the fabric
 (`myriad.planner.fabric.job_exposure`). It multiplies the cost model's seconds of the transferred bytes.
 
-Tokens travel to experts inside forwards and backwards. The cost model computes these again with slower
-exchanges, so that more of them is exposed only where they no longer hide. While data-parallel rings are in
+Tokens travel to experts, and keys and values of shared sequences around a ring, inside forwards and
+backwards. The cost model computes these again with slower exchanges, so that more of them is exposed only
+where they no longer hide. While data-parallel rings are in
 flight, exchanges are slower still, and the compute beside a ring takes longer by that.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.collective_costs import ExchangeSlowdown
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.workload import Workload
@@ -39,6 +41,8 @@ class TransferSlowdown:
     """The same while data-parallel rings are in flight."""
     rings_alone: tuple[float, ...] = ()
     """Slowdown of the rings while no tokens travel; empty: none ever do."""
+    context: tuple[float, ...] = ()
+    """Slowdown of what ranks that share sequences exchange; empty: none do."""
 
     @property
     def slowest_ring(self) -> float:
@@ -66,24 +70,28 @@ class FabricCosts(Costs):
         owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
         self.owners = [owner for owner in owners for _ in range(self.num_chunks)]
         """Pipeline rank of each stage of the program."""
-        self._at: dict[float, list[StageCosts]] = {}
+        self._at: dict[ExchangeSlowdown, list[StageCosts]] = {}
 
     def with_slower_exchanges(self, factor: float) -> "FabricCosts":
         return FabricCosts(self.workload, self.cluster, self.slowdown.with_slower_exchanges(factor))
 
     @cached_property
     def stages(self) -> list[StageCosts]:
-        slowdown = self.slowdown.exchanges or (1.0,) * self.workload.layout.pp
         return [
-            self._slower(self._stages_at(slowdown[rank])[index], index)
+            self._slower(self._stages_at(self._inside(rank, self.slowdown.exchanges))[index], index)
             for index, rank in enumerate(self.owners)
         ]
 
-    def _stages_at(self, exchange_slowdown: float) -> list[StageCosts]:
-        """Return the stages with slower exchanges of tokens, and all else at the rate of the ports."""
-        if exchange_slowdown not in self._at:
-            self._at[exchange_slowdown] = Costs(self.workload, self.cluster, exchange_slowdown).stages
-        return self._at[exchange_slowdown]
+    def _inside(self, rank: int, tokens: tuple[float, ...]) -> ExchangeSlowdown:
+        """Return the slowdowns inside the compute of a pipeline rank. ``tokens``: those of tokens, by
+        rank."""
+        return ExchangeSlowdown(*(one[rank] if one else 1.0 for one in (tokens, self.slowdown.context)))
+
+    def _stages_at(self, slowdown: ExchangeSlowdown) -> list[StageCosts]:
+        """Return the stages with slower exchanges inside them, and all else at the rate of the ports."""
+        if slowdown not in self._at:
+            self._at[slowdown] = Costs(self.workload, self.cluster, slowdown).stages
+        return self._at[slowdown]
 
     def _slower(self, stage: StageCosts, index: int) -> StageCosts:
         rank, times, across = self.owners[index], stage.times, self.across_groups
@@ -123,8 +131,10 @@ class FabricCosts(Costs):
         busy, rank = super().busy_ratio_of(stage, kind), self.owners[stage]
         if not self.slowdown.beside_rings or kind is Kind.BACKWARD_WEIGHT:
             return busy
-        alone = self._stages_at(self.slowdown.exchanges[rank])[stage].seconds_of(kind)
-        beside = self._stages_at(self.slowdown.beside_rings[rank])[stage].seconds_of(kind)
+        alone, beside = (
+            self._stages_at(self._inside(rank, tokens))[stage].seconds_of(kind)
+            for tokens in (self.slowdown.exchanges, self.slowdown.beside_rings)
+        )
         return busy + (beside - alone) / max(alone, 1e-12)
 
     def message_between(self, source: int, target: int) -> float:

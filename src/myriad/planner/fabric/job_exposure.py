@@ -6,13 +6,13 @@ Their rates are max-min fair, and all transfers of a ring have one rate (`networ
 transfer's *slowdown* is the ratio of its rate on ports alone to its rate on the fabric. It multiplies the
 cost model's seconds of the transferred bytes, so all slowdowns are 1 in the plain prediction. A rank's
 collective waits for the slowest ring of its tensor-parallel peers. The pipeline runs at the rate of the
-slowest replica. An exchange of tokens with experts ends with its slowest message.
+slowest replica. An exchange of tokens with experts, or of positions, ends with its slowest message.
 
 Rings travel behind forwards and backwards, whose exchanges of tokens use the same ports and cables. So rates
 are also shared out with both in flight. Exchanges have that lower rate while a ring travels, and a ring has
 its own for a share of its time: the share of rings that is behind compute x the share of compute in which
-tokens travel between nodes. Messages between stages, and tensor-parallel rings that leave a node, meet
-neither.
+tokens travel between nodes. Messages between stages, and what tensor-parallel ranks or ranks that share a
+sequence send to other nodes, meet neither.
 
 Under another seed of the hashes, other flows share a link. One seed is one draw, and the prediction becomes a
 distribution.
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 Routing = Literal["ecmp", "adaptive"]
-_AXES: tuple[Axis, ...] = ("dp", "pp", "tp", "edp", "ep")
+_AXES: tuple[Axis, ...] = ("dp", "pp", "tp", "edp", "ep", "cp")
 _RINGS: tuple[Axis, ...] = ("dp", "edp")
 """Axes whose collectives may be in flight while tokens travel."""
 _Ints = npt.NDArray[np.int64]
@@ -123,14 +123,15 @@ class FabricJob:
     @cached_property
     def parts(self) -> dict[Axis, list[_Part]]:
         """The transfers by axis that may be in flight at once, with each pair of ranks once."""
-        found: defaultdict[Axis, dict[tuple[int, int, int, bool], _Part]] = defaultdict(dict)
+        found: defaultdict[Axis, dict[tuple[int, int, int, bool, int], _Part]] = defaultdict(dict)
         for phase in self.phases:
             if phase.kind == "tied" or not len(phase.exchange):
                 continue
             rank = self.owners[phase.stage]
             step = {"activation": 1, "gradient": -1}.get(phase.kind, 0)
             peer = self.owners[phase.stage + step] if step else rank
-            key = rank, peer, int(phase.exchange.source[0]), phase.kind == "reduce-across"
+            others = phase.kind == "reduce-across", len(phase.exchange)  # other pairs of the same ranks
+            key = rank, peer, int(phase.exchange.source[0]), *others
             sizes = phase.exchange.num_bytes * len(phase.start_seconds)
             if key in found[phase.axis]:
                 sizes = sizes + found[phase.axis][key].exchange.num_bytes
@@ -144,18 +145,18 @@ class FabricJob:
         """Return the job's slowdown. ``slower``: for each axis, the slowdown of every rate group, in the
         order of the axis's parts. ``beside``: that of rings and of exchanges of tokens while both are in
         flight. ``exchange_seconds``: seconds of the exchanges of an iteration on ports alone."""
-        data, tensor, expert_data, exchanges = (
-            self._by_rank(axis, slower[axis]) for axis in ("dp", "tp", "edp", "ep")
+        data, tensor, expert_data, exchanges, context = (
+            self._by_rank(axis, slower[axis]) for axis in ("dp", "tp", "edp", "ep", "cp")
         )
         messages = self._messages(slower["pp"])
         if not self.parts["ep"]:
-            return TransferSlowdown(data, tensor, messages, expert_data)
+            return TransferSlowdown(data, tensor, messages, expert_data, context=context)
         shares = self._shares_beside(exchanges, self._by_rank("ep", exchange_seconds, least=0.0))
         alone = (*data, *expert_data)
         data = _mixed(data, self._by_rank("dp", beside["dp"]), shares)
         expert_data = _mixed(expert_data, self._by_rank("edp", beside["edp"]), shares)
         met = self._by_rank("ep", beside["ep"])
-        return TransferSlowdown(data, tensor, messages, expert_data, exchanges, met, alone)
+        return TransferSlowdown(data, tensor, messages, expert_data, exchanges, met, alone, context)
 
     def _shares_beside(self, slowdown: tuple[float, ...], seconds: tuple[float, ...]) -> list[float]:
         """Return the share of the rings' time in which tokens travel, by pipeline rank. ``seconds``: those of

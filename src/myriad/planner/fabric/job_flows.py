@@ -6,11 +6,12 @@
     tensor-forward, ...    the gathers and scatters inside the layers, of a forward or a backward
     expert-forward, ...    tokens to the ranks of their experts, and results back, of a forward or a backward
     expert-gather, ...     of the parameters and gradients of experts, among the ranks that hold the same ones
+    context-forward, ...   keys and values, and sums of their gradients, among the ranks that share a sequence
 
 One `TransferPhase` is one of these for one stage of the program, among all ranks at once, with the times at
 which the simulated iteration posts it. So 12,288 ranks give some hundreds of phases with arrays. Transfers of
-a few bytes are left out: the gradient norm, the loss, the numbers of tokens. So are keys and values of ranks
-that share sequences (``layout.cp``). Tokens are counted as if all experts were equally loaded.
+a few bytes are left out: the gradient norm, the loss, the numbers of tokens. Tokens are counted as if all
+experts were equally loaded, and sequences as one document each.
 
 `collective_patterns` has the pairs of ranks of each collective.
 
@@ -20,6 +21,7 @@ Arrays: E transfers.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -28,9 +30,11 @@ import numpy.typing as npt
 from myriad.comm.layout import AXES
 from myriad.network.rank_transfers import RankTransfers, merge_transfers
 from myriad.planner.cost.collective_costs import DpCollectives
+from myriad.planner.cost.context_costs import ContextBlock
 from myriad.planner.cost.expert_costs import expert_hops
+from myriad.planner.cost.layer_costs import context_block
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.cost.stage_layers import expert_blocks
+from myriad.planner.cost.stage_layers import blocks_of_layer
 from myriad.planner.fabric.collective_patterns import (
     CollectivePattern,
     all_to_all_pattern,
@@ -38,6 +42,7 @@ from myriad.planner.fabric.collective_patterns import (
     group_transfers,
     level_pattern,
     ring_pattern,
+    sparse_pattern,
 )
 from myriad.planner.simulation.simulator import Prediction, SimulatedSpan, simulate
 from myriad.program.actions import SEMANTICS, Collective, Payload
@@ -61,8 +66,10 @@ PhaseKind = Literal[
     "tensor-backward",
     "expert-forward",
     "expert-backward",
+    "context-forward",
+    "context-backward",
 ]
-Axis = Literal["dp", "pp", "tp", "edp", "ep"]
+Axis = Literal["dp", "pp", "tp", "edp", "ep", "cp"]
 _AXIS: dict[PhaseKind, Axis] = {
     "activation": "pp",
     "gradient": "pp",
@@ -76,6 +83,8 @@ _AXIS: dict[PhaseKind, Axis] = {
     "tensor-backward": "tp",
     "expert-forward": "ep",
     "expert-backward": "ep",
+    "context-forward": "cp",
+    "context-backward": "cp",
 }
 _Starts = dict[tuple[PhaseKind, int, int], list[float]]
 """Start seconds by kind, stage and replica (-1: all)."""
@@ -117,7 +126,8 @@ def transfer_phases(costs: Costs, prediction: Prediction | None = None) -> list[
     simulated here."""
     prediction = prediction or simulate(costs)
     maker = _Maker(costs, prediction)
-    return [*maker.pipeline(), *maker.data(), *maker.tied(), *maker.tensor(), *maker.experts()]
+    parts = maker.pipeline(), maker.data(), maker.tied(), maker.tensor(), maker.experts(), maker.context()
+    return list(chain(*parts))
 
 
 class _Maker:
@@ -260,13 +270,38 @@ class _Maker:
     def _exchanges(self, stage: int, *, backward: bool) -> int:
         """Return the number of blocks of a stage that exchange tokens in a compute action; recomputed blocks
         do so again."""
-        workload = self.costs.workload
-        each = [expert_blocks(workload.model, layer) for layer in self.layers[stage]]
-        again = 0
+        every, again = self._blocks(stage, backward=backward)
+        return sum(map(self.costs.workload.model.has_experts, [*every, *again]))
+
+    def _blocks(self, stage: int, *, backward: bool) -> tuple[list[int], list[int]]:
+        """Return the blocks of a stage, and those whose forward is repeated in a compute action."""
+        workload, layers = self.costs.workload, self.layers[stage]
+        every = [blocks_of_layer(workload.model, layer) for layer in layers]
+        num_again = 0
         if backward and workload.recompute == "full":
-            last = len(each) if self.layers[stage][-1] <= workload.model.layers else len(each) - 1
-            again = sum(each[: min(last, num_recomputed(len(each), workload.layout.recompute_ratio))])
-        return sum(each) + again
+            last = len(every) if layers[-1] <= workload.model.layers else len(every) - 1
+            num_again = min(last, num_recomputed(len(every), workload.layout.recompute_ratio))
+        return list(chain(*every)), list(chain(*every[:num_again]))
+
+    def context(self) -> Iterator[TransferPhase]:
+        """Yield what the ranks that share sequences exchange in each compute action."""
+        layout = self.costs.workload.layout
+        if layout.cp == 1:
+            return
+        for kind, stage, replica, starts in self._of("context-forward", "context-backward"):
+            backward = kind == "context-backward"
+            blocks, again = (
+                [self._context_block(one) for one in some] for some in self._blocks(stage, backward=backward)
+            )
+            ranks = self.grid[self._replicas(replica), self.program.stage_rank[stage]]
+            grid = ranks.reshape(-1, layout.ring, layout.ulysses, layout.tp).transpose(1, 2, 0, 3)
+            exchange = _context_transfers(grid.reshape(*grid.shape[:2], -1), blocks, again, backward=backward)
+            if len(exchange):
+                yield TransferPhase(kind, stage, exchange, starts)
+
+    def _context_block(self, block: int) -> ContextBlock:
+        model = self.costs.workload.rank_model
+        return context_block(model.of_block(block), self.costs.slice, model.layer_window(block))
 
     def _exchange(self, line: _Ints, count: int) -> RankTransfers:
         """Return the transfers of ``count`` blocks among the ranks of a pipeline rank."""
@@ -283,6 +318,33 @@ class _Maker:
             num_bytes = count * float(hop.sent_bytes + hop.returned_bytes)
             found.append(group_transfers(all_to_all_pattern(size), groups, num_bytes))
         return merge_transfers(found)
+
+
+def _context_transfers(
+    ranks: _Ints, blocks: Sequence[ContextBlock], again: Sequence[ContextBlock], *, backward: bool
+) -> RankTransfers:
+    """Return what ranks ``[ring, ulysses, group]`` that share sequences exchange in an action of ``blocks``,
+    with the forwards of ``again``."""
+    ring, ulysses, _ = ranks.shape
+    rings, rows = ranks.reshape(ring, -1).T, ranks.transpose(0, 2, 1).reshape(-1, ulysses)
+    around, in_rows, seen = 0.0, 0.0, np.zeros((ring, ring))
+    for number, block in enumerate((*blocks, *again)):
+        keys, sums = map(float, block.share_bytes)
+        returns = backward and number < len(blocks)
+        positions = np.array(block.messages) * (ring / block.sequence)
+        if len(positions):
+            seen += positions * keys + positions.T * (sums if returns else 0.0)
+        else:
+            around += (ring - 1) * keys + (ring * sums if returns else 0.0)
+        in_rows += sum(map(float, block.row_bytes))
+    found = []
+    if around and ring > 1:
+        found.append(group_transfers(ring_pattern(np.arange(ring)), rings, around * ring / (ring - 1)))
+    if seen.any():
+        found.append(group_transfers(sparse_pattern(seen), rings, 1.0))
+    if in_rows and ulysses > 1:
+        found.append(group_transfers(all_to_all_pattern(ulysses), rows, in_rows))
+    return merge_transfers(found)
 
 
 def tensor_bytes(costs: Costs, layers: Sequence[int], *, backward: bool) -> float:
@@ -351,6 +413,7 @@ def _posted(span: SimulatedSpan) -> Iterator[tuple[PhaseKind, int]]:
         forward = does.makes is Payload.ACTIVATION
         yield "tensor-forward" if forward else "tensor-backward", action.stage
         yield "expert-forward" if forward else "expert-backward", action.stage
+        yield "context-forward" if forward else "context-backward", action.stage
     elif does.posts:
         for transfer in action.transfers:
             if transfer.sends:

@@ -4,7 +4,8 @@
                micro-batch, the slowest part: its compute or its messages, or both without overlap
     exchange   a part's compute has the time in which tokens travel to experts on other nodes: longer by the
                slowest node among the replicas that share experts
-    ring       a part's bytes at the rate of the slowest node among its replicas
+    columns    likewise what tensor-parallel ranks, or ranks that share sequences, send to other nodes
+    ring       a part's bytes at the rate of the slowest node among those that hold its parameters
     T          the slowest pipeline + the slowest ring x its exposed share
 
 A message runs at the rate of the slower of its two nodes. Messages whose ends are under different switches
@@ -19,21 +20,23 @@ Arrays: K orders, R replicas, P parts, W columns, M messages.
 
 `SlotTraffic` is the traffic between the nodes of a layout in an iteration, which `placement_search` places.
 
-The grid's axes are dp pp cp tp ep, the last one fastest, so consecutive ranks fill a node, and a *slot* (the
+The grid's axes are dp pp cp tp, the last one fastest, so consecutive ranks fill a node, and a *slot* (the
 n-th node's worth of ranks) is
 
     slot = (replica x parts + part) x width + column
 
-    part      a node's share of a pipeline: some of its ranks, or with tp wider than a node one of them
-    column    of the nodes that a tensor-parallel group fills: one, unless tp is wider than a node
+    part      a node's share of a pipeline: some of its ranks, or with cp x tp wider than a node one of them
+    column    of the nodes that the cp x tp ranks of a stage fill; those of a tensor-parallel group are
+              neighbours
     replica   that lies on nodes of its own: one of dp, or as many as fit in a node
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,8 +90,10 @@ class SlotTraffic:
     hides_messages: bool = True
     """Whether messages overlap with compute between a pipeline's fill and drain."""
     width: int = 1
-    tensor_seconds: tuple[float, ...] = ()
-    """Share of compute_seconds in tensor-parallel communication between nodes, on links of the usual rate;
+    holders: int = 1
+    """Columns that hold the same parameters, because their ranks share sequences."""
+    column_seconds: tuple[float, ...] = ()
+    """Share of compute_seconds that waits for communication between the columns, on links of the usual rate;
     empty: it stays inside nodes."""
     sharers: int = 1
     """Neighbouring replicas whose nodes share experts."""
@@ -105,28 +110,31 @@ class SlotTraffic:
 
 
 def fills_nodes(layout: Layout, per_node: int) -> bool:
-    """Return whether tensor-parallel groups and pipelines each fill whole nodes, or nodes hold a whole number
-    of them."""
-    return all(per_node % size == 0 or size % per_node == 0 for size in (layout.tp, layout.tp * layout.pp))
+    """Return whether tensor-parallel groups, ranks that share sequences, and pipelines each fill whole nodes,
+    or nodes hold a whole number of them."""
+    sizes = accumulate((layout.tp, layout.cp, layout.pp), mul)
+    return all(per_node % size == 0 or size % per_node == 0 for size in sizes)
 
 
 def traffic_of(costs: Costs) -> SlotTraffic:
     """Return the slot traffic of a layout that fills nodes."""
     workload, layout, per_node = costs.workload, costs.workload.layout, costs.cluster.accelerators_per_node
-    width = max(1, layout.tp // per_node)
-    parts = max(1, layout.tp * layout.pp // (per_node * width))
+    stage_ranks = layout.cp * layout.tp
+    width, tensor_nodes = max(1, stage_ranks // per_node), max(1, layout.tp // per_node)
+    parts = max(1, stage_ranks * layout.pp // (per_node * width))
     part_of = [rank * parts // layout.pp for rank in range(layout.pp)]
     owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
-    compute, held, tensor, exchanged = ([0.0] * layout.pp for _ in range(4))
+    compute, held, columns, exchanged = ([0.0] * layout.pp for _ in range(4))
     layers = cut_ranges(costs.layers_of_stage, costs.num_chunks)
     for index, stage in enumerate(costs.stages):
         rank = owners[index // costs.num_chunks]
         others, experts = costs.held_parameters(layers[index])
         compute[rank] += stage.forward + stage.backward
         held[rank] += others + (experts if layout.num_expert_replicas > 1 else 0.0)
-        tensor[rank] += float(stage.parts.tensor)
+        columns[rank] += float(stage.parts.tensor) if tensor_nodes > 1 else 0.0
+        columns[rank] += float(stage.parts.context) if width > tensor_nodes else 0.0
         exchanged[rank] += float(stage.parts.experts)
-    moved = workload.value_bytes + workload.profile.gradient_bytes if layout.dp > 1 else 0
+    moved = workload.value_bytes + workload.profile.gradient_bytes if layout.num_holders > 1 else 0
     if layout.reduces_across:
         inside = layout.num_shards * layout.tp * layout.pp <= per_node
         moved = 2 * workload.profile.gradient_bytes + (0 if inside else moved)
@@ -134,7 +142,7 @@ def traffic_of(costs: Costs) -> SlotTraffic:
     def slowest(values: list[float]) -> tuple[float, ...]:
         return tuple(max(v for v, at in zip(values, part_of, strict=True) if at == p) for p in range(parts))
 
-    sharers = max(1, replicas_that_share(layout) // max(1, per_node // (layout.tp * layout.pp)))
+    sharers = max(1, replicas_that_share(layout) // max(1, per_node // (stage_ranks * layout.pp)))
     travels = sharers > 1
     return SlotTraffic(
         replicas=max(1, layout.world // (per_node * width * parts)),
@@ -146,7 +154,8 @@ def traffic_of(costs: Costs) -> SlotTraffic:
         exposed_ratio=1 / (layout.virtual_stages * costs.num_chunks) if workload.overlap.data else 1.0,
         hides_messages=workload.overlap.pipeline,
         width=width,
-        tensor_seconds=slowest(tensor) if width > 1 else (),
+        holders=width // tensor_nodes,
+        column_seconds=slowest(columns) if width > 1 else (),
         sharers=sharers,
         exchange_seconds=slowest(exchanged) if travels else (),
         exchange_bytes=slowest(_exchanged_bytes(costs, owners)) if travels else (),
@@ -172,7 +181,7 @@ def _exchanged_bytes(costs: Costs, owners: Sequence[int]) -> list[float]:
 def _messages(costs: Costs, parts: list[int]) -> tuple[SlotMessage, ...]:
     """Return the messages between stages on different nodes. ``parts``: the part of each stage, in order."""
     workload, layout = costs.workload, costs.workload.layout
-    tokens = layout.micro_batch * workload.model.sequence
+    tokens = layout.micro_batch * workload.rank_model.sequence
     num_bytes = 2.0 * tokens * workload.model.hidden * workload.value_bytes / layout.tp
     pairs = Counter((min(pair), max(pair)) for pair in pairwise(parts) if pair[0] != pair[1])
     return tuple(SlotMessage(a, b, count * num_bytes) for (a, b), count in sorted(pairs.items()))
@@ -249,11 +258,12 @@ class PlacementCost:
         pipelines, rings = self._times(order[None])
         found = np.zeros((traffic.replicas, traffic.parts * traffic.width), dtype=bool)
         found[pipelines[0] >= pipelines.max() * (1 - 1e-9)] = True
-        found[:, rings[0] >= rings.max() * (1 - 1e-9)] = True
+        columns = np.tile(rings[0].reshape(traffic.parts, -1), traffic.holders).reshape(-1)
+        found[:, columns >= rings.max() * (1 - 1e-9)] = True
         return found.reshape(-1)
 
     def _times(self, orders: Orders) -> tuple[Numbers, Numbers]:
-        """Return the seconds of each pipeline, shape (K, R), and of each ring, shape (K, P W)."""
+        """Return the seconds of each pipeline, shape (K, R), and of each ring, shape (K, P W / holders)."""
         traffic = self.traffic
         nodes = orders.reshape(len(orders), traffic.replicas, traffic.parts, traffic.width)
         ways = _Ways(self.inverse[nodes], *self._congestion(nodes))
@@ -262,8 +272,8 @@ class PlacementCost:
     def _pipelines(self, nodes: Orders, ways: "_Ways") -> Numbers:
         traffic = self.traffic
         parts = np.array(traffic.compute_seconds) * self.slower[nodes].max(3)  # Shape: K R P.
-        if traffic.tensor_seconds:
-            parts = parts + np.array(traffic.tensor_seconds) * (ways.slowest_along(3) / self.usual - 1)
+        if traffic.column_seconds:
+            parts = parts + np.array(traffic.column_seconds) * (ways.slowest_along(3) / self.usual - 1)
         if traffic.exchange_seconds:
             slower = ways.slowest_of_sharers(traffic.sharers).max(3) / self.usual - 1
             parts = parts + np.array(traffic.exchange_seconds) * slower
@@ -288,8 +298,10 @@ class PlacementCost:
 
     def _rings(self, ways: "_Ways") -> Numbers:
         traffic = self.traffic
-        moved = np.array(traffic.ring_bytes) * (traffic.replicas - 1) / traffic.replicas
-        times: Numbers = ways.slowest_along(1) * moved[:, None] * traffic.exposed_ratio
+        size = traffic.replicas * traffic.holders
+        moved = np.array(traffic.ring_bytes) * (size - 1) / size
+        rings = _Ways(*(_by_ring(one, traffic.holders) for one in ways))
+        times: Numbers = rings.slowest_along(1) * moved[:, None] * traffic.exposed_ratio
         return times.reshape(len(times), -1)
 
     def _congestion(self, nodes: Orders) -> tuple[Orders, Numbers]:
@@ -301,8 +313,9 @@ class PlacementCost:
         first = np.arange(num_orders)[:, None] * num_switches
         flows = np.zeros(num_orders * num_switches)
         source, target = switch[:, :, self._source], switch[:, :, self._target]
-        crossing = [(source, source != target), (target, source != target), _once_each(switch, 1)]
-        if self.traffic.tensor_seconds:
+        rings = _once_each(_by_ring(switch, self.traffic.holders), 1)
+        crossing = [(source, source != target), (target, source != target), rings]
+        if self.traffic.column_seconds:
             crossing.append(_once_each(switch, 3))
         for which, where in crossing:
             flat = (which.reshape(num_orders, -1) + first)[where.reshape(num_orders, -1)]
@@ -357,6 +370,13 @@ def shares_elsewhere(switch: Orders, sharers: int) -> Numbers:
         apart += groups != np.roll(groups, number, axis=2)
     found: Numbers = (apart / (sharers - 1)).reshape(switch.shape)
     return found
+
+
+def _by_ring(slots: npt.NDArray[Any], holders: int) -> npt.NDArray[Any]:
+    """Return values by slot (K, R, P, W) as (K, R x holders, P, W / holders), with rings along axis 1."""
+    orders, replicas, parts, width = slots.shape
+    columns = slots.reshape(orders, replicas, parts, holders, width // holders)
+    return columns.transpose(0, 1, 3, 2, 4).reshape(orders, replicas * holders, parts, width // holders)
 
 
 def _once_each(switch: Orders, axis: int) -> tuple[Orders, npt.NDArray[np.bool_]]:
