@@ -12,6 +12,7 @@ from myriad.cli.json_output import print_json
 from myriad.cli.memory_errors_output import memory_json, print_memory
 from myriad.cli.output_files import check_output, check_picture, write_output, write_picture
 from myriad.cli.progress_bar import count_bar
+from myriad.cli.sweeps_output import print_sweeps, sweeps_json
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict published iteration times, and peak memory, and report the errors of the predictions.
+
+    In each sweep of layouts of one job: what the predicted choice loses, and how well the order is predicted.
 
     zero-shot: data sheets and the planner's constants, the same for every table.
 
@@ -208,7 +211,7 @@ def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
         )
     frameworks = [_framework(one) for one in framework_errors(results)]
     found = {"tables": tables, "frameworks": frameworks, "interval_ratio": interval(results)}
-    return found | {"memory": memory_json(results)}
+    return found | sweeps_json(results) | {"memory": memory_json(results)}
 
 
 _FACTORS = ("matmul", "streams", "tensor", "rest")
@@ -306,6 +309,7 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
     console.print(grid)
     console.print(_LEGEND, style="dim")
     _print_frameworks(console, results)
+    print_sweeps(console, results)
     print_memory(console, results, rows=rows)
     _print_ratios(console, results)
     if len(results) > 2:

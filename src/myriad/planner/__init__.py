@@ -41,6 +41,12 @@ if TYPE_CHECKING:
         steps_of,
     )
     from myriad.planner.validation.framework_errors import FrameworkErrors, framework_errors
+    from myriad.planner.validation.layout_sweeps import (
+        LayoutSweep,
+        SweepSummary,
+        layout_sweeps,
+        summarize_sweeps,
+    )
     from myriad.planner.validation.log_rows import log_cells
     from myriad.planner.validation.memory_errors import (
         MemoryErrors,
@@ -87,6 +93,7 @@ __all__ = [
     "IterationSummary",
     "LayoutCandidate",
     "LayoutProblem",
+    "LayoutSweep",
     "MemoryErrors",
     "PlanResult",
     "PredictedMemory",
@@ -95,6 +102,7 @@ __all__ = [
     "PublishedTable",
     "SimulatedPlan",
     "SimulationCache",
+    "SweepSummary",
     "SystemRatio",
     "TableOptions",
     "TableResult",
@@ -111,6 +119,7 @@ __all__ = [
     "framework_errors",
     "interval",
     "intervals",
+    "layout_sweeps",
     "layout_within",
     "log_cells",
     "memory_errors",
@@ -126,6 +135,7 @@ __all__ = [
     "simulate",
     "steps_of",
     "summarize_iteration",
+    "summarize_sweeps",
     "tune",
     "tuning_evidence",
 ]
@@ -148,6 +158,7 @@ _MODULE_OF = {
     "IterationSummary": "simulation.iteration_summary",
     "LayoutCandidate": "search.layout_problem",
     "LayoutProblem": "search.layout_problem",
+    "LayoutSweep": "validation.layout_sweeps",
     "MemoryErrors": "validation.memory_errors",
     "PlanResult": "search.planning",
     "PredictedMemory": "validation.memory_errors",
@@ -156,6 +167,7 @@ _MODULE_OF = {
     "PublishedTable": "validation.published_tables",
     "SimulatedPlan": "search.plan_ranking",
     "SimulationCache": "simulation.simulation_cache",
+    "SweepSummary": "validation.layout_sweeps",
     "SystemRatio": "validation.prediction_errors",
     "TableOptions": "validation.published_tables",
     "TableResult": "validation.prediction_errors",
@@ -172,6 +184,7 @@ _MODULE_OF = {
     "framework_errors": "validation.framework_errors",
     "interval": "validation.prediction_errors",
     "intervals": "validation.prediction_errors",
+    "layout_sweeps": "validation.layout_sweeps",
     "layout_within": "memory.recompute_budget",
     "log_cells": "validation.log_rows",
     "memory_errors": "validation.memory_errors",
@@ -187,6 +200,7 @@ _MODULE_OF = {
     "simulate": "simulation.simulator",
     "steps_of": "validation.fitted_cluster",
     "summarize_iteration": "simulation.iteration_summary",
+    "summarize_sweeps": "validation.layout_sweeps",
     "tune": "fabric.nccl_tuning",
     "tuning_evidence": "fabric.nccl_tuning",
 }

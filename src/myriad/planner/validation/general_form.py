@@ -101,6 +101,7 @@ def general_row(
         works[0].model_flops,
         framework=used.name,
         memory=memory,
+        model_name=read.word("model"),
     )
 
 
@@ -112,10 +113,7 @@ _PHRASES: Mapping[str, tuple[str, ...]] = {
     "experts_per_token": (r"top-(\d+)",),
     "expert_ffn": (r"experts of (\d+)",),
     "shared_width": (r"shared (\d+)",),
-    "expert_dispatch": (
-        r"(DeepEP|HybridEP)",
-        r"dispatcher (A2A)",
-    ),
+    "expert_dispatch": (r"(DeepEP|HybridEP)", r"dispatcher (A2A)"),
     "expert_overlap": (r"all-to-all (overlap)",),
     "etp": (r"ETP (\d+)",),
     "micro_batch": (r"micro-batch (\d+)",),

@@ -119,6 +119,8 @@ class PublishedRow:
     """Name of the framework whose profile predicts the row."""
     memory: MeasuredMemory | None = None
     """Measured memory; ``None``: the row says nothing of it."""
+    model_name: str = ""
+    """The model as its source names it; empty: as `model`."""
 
     @property
     def has_experts(self) -> bool:
