@@ -67,7 +67,9 @@ def print_sweeps(console: "Console", results: "Sequence[TableResult]") -> None:
     sweeps = layout_sweeps(results)
     if not sweeps:
         return
-    grid = Grid(title="Choice of a layout", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    grid = Grid(
+        title="Choice of a layout", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     grid.add_column("sweep", overflow="fold")
     grid.add_column("framework", no_wrap=True)
     for name in ("rows", "best s", "chosen s", "regret", "pairs", "tau"):
@@ -90,7 +92,8 @@ def print_sweeps(console: "Console", results: "Sequence[TableResult]") -> None:
 
 
 def _summary_line(one: "SweepSummary") -> str:
-    line = f"Choice in {one.num_sweeps} sweep{"s" * (one.num_sweeps > 1)}: regret {one.median_regret:.1%} in the median, "
+    line = f"Choice in {one.num_sweeps} sweep{'s' * (one.num_sweeps > 1)}: "
+    line += f"regret {one.median_regret:.1%} in the median, "
     line += f"{one.worst_regret:.1%} at worst, at most 10 % in {one.num_close_regrets}"
     if not one.num_taus:
         return f"{line}."

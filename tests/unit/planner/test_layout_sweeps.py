@@ -1,5 +1,5 @@
-"""If these fail, the planner's choice among published layouts is graded by rows that do not belong together, or
-by differences that are noise."""
+"""If these fail, the planner's choice among published layouts is graded by rows that do not belong together,
+or by differences that are noise."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,9 @@ from myriad.planner.validation.published_tables import PublishedTable, parse_tab
 from myriad.recipes.framework import ReadyRecipes
 
 RECIPES = ReadyRecipes()
-HEADER = "source,framework,model,layers,hidden,heads,vocab,seq,global_batch,gpus,gpu_type,tp,pp,micro_batch,vpp,"
+HEADER = (
+    "source,framework,model,layers,hidden,heads,vocab,seq,global_batch,gpus,gpu_type,tp,pp,micro_batch,vpp,"
+)
 HEADER += "recompute,dtype,iteration_s\n"
 
 
@@ -31,15 +33,21 @@ def line(
     micro_batch: int | str = 1,
     recompute: str = "none",
     dtype: str = "bf16",
+    name: str = "small",
 ) -> str:
-    model = f"small,{layers},1024,8,32000,1024"
-    return (
-        f"{source},{framework},{model},{batch},{gpus},{kind},{tp},1,{micro_batch},1,{recompute},{dtype},{seconds}"
-    )
+    model = f"{name},{layers},1024,8,32000,1024"
+    layout = f"{tp},1,{micro_batch},1,{recompute}"
+    return f"{source},{framework},{model},{batch},{gpus},{kind},{layout},{dtype},{seconds}"
 
 
 def table_of(*lines: str) -> PublishedTable:
     return parse_table("t.csv", HEADER + "\n".join(lines) + "\n", RECIPES)
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert not ended.value.code
 
 
 def swept(predicted: Sequence[float], *lines: str) -> list[LayoutSweep]:
@@ -104,6 +112,13 @@ def test_micro_batch_and_recomputation_are_parts_of_a_layout() -> None:
     assert len(one.layouts) == 4 and one.tau == 1
 
 
+def test_a_layout_in_the_name_of_a_model_does_not_part_a_sweep() -> None:
+    names = ("small / 1F1B", "small / ZB-1p", "small / ZB-2p")
+    lines = (line(2.0**n, 2**n, name=name) for n, name in enumerate(names))
+    (one,) = swept([1.0, 2.0, 3.0], *lines)
+    assert one.name == "small, 8 H100 SXM 80 GB, batch 64, s1024"
+
+
 def test_a_summary_weighs_sweeps_alike() -> None:
     right = swept([1.0, 2.0, 3.0], line(1.0, 1), line(2.0, 2), line(3.0, 4))
     wrong = swept([3.0, 2.0, 1.0], line(1.0, 1), line(1.02, 2), line(1.2, 4))
@@ -119,20 +134,20 @@ def test_validate_reports_the_choice_in_text_and_json(
 ) -> None:
     path = tmp_path / "t.csv"
     path.write_text(HEADER + "\n".join((line(0.2, 1), line(0.4, 2), line(0.9, 4))) + "\n")
-    assert main(["validate", str(path), "--json"]) == 0
+    run("validate", str(path), "--json")
     found = json.loads(capsys.readouterr().out)
     assert [len(table["rows"]) for table in found["tables"]] == [3]
     (one,) = found["sweeps"]
     assert (one["name"], one["rows"]) == ("small, 8 H100 SXM 80 GB, batch 64, s1024", 3)
     assert one["regret"] == 0 and one["tau"] == 1
     assert found["sweeps_summary"]["worst_regret"] == 0
-    assert main(["validate", str(path)]) == 0
+    run("validate", str(path))
     assert "Choice in 1 sweep: regret 0.0% in the median" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_table_without_a_sweep_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.csv"
     path.write_text(HEADER + line(0.2, 1) + "\n")
-    assert main(["validate", str(path), "--json"]) == 0
+    run("validate", str(path), "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["sweeps"] == [] and found["sweeps_summary"] is None

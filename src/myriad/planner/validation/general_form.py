@@ -102,6 +102,7 @@ def general_row(
         framework=used.name,
         memory=memory,
         model_name=read.word("model"),
+        source=read.word("source"),
     )
 
 

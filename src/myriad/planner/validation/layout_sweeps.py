@@ -145,7 +145,7 @@ def _job(one: PredictedRow) -> tuple[object, ...]:
     work, cluster = one.workload, one.row.cluster
     return (
         one.row.framework,
-        one.row.model,
+        one.row.source,
         work.model,
         work.global_batch,
         cluster.world,
@@ -174,11 +174,8 @@ def _layouts(rows: Sequence[PredictedRow]) -> list[SweptLayout]:
 
 
 def _name(one: PredictedRow) -> str:
-    model, cluster = one.workload.model, one.row.cluster
-    parts = [
-        one.row.model_name or one.row.model,
-        f"{cluster.world} {cluster.accelerator.name}",
-        f"batch {one.workload.global_batch}",
-        f"s{model.sequence}",
-    ]
-    return ", ".join(parts)
+    """Return the name of a sweep. Some sources add the layout to the model's name, behind a slash."""
+    row, work = one.row, one.workload
+    model, cluster = (row.model_name or row.model).split(" / ")[0], row.cluster
+    gpus = f"{cluster.world} {cluster.accelerator.name}"
+    return f"{model}, {gpus}, batch {work.global_batch}, s{work.model.sequence}"

@@ -121,6 +121,8 @@ class PublishedRow:
     """Measured memory; ``None``: the row says nothing of it."""
     model_name: str = ""
     """The model as its source names it; empty: as `model`."""
+    source: str = ""
+    """Where the row was published, if a table has rows of several sources."""
 
     @property
     def has_experts(self) -> bool:
