@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.kernels.attention_choice import Scores
+from myriad.kernels.ring_plan import halves_sent
 from myriad.model.context_share import attend_in_context
 from myriad.parallel.context_exchange import ContextGroup
 from myriad.telemetry.spans import Recorder
@@ -57,18 +58,19 @@ class Work:
         """Seconds for what a rank of a ring sends in forward and backward."""
         if rate == "unshaped":
             return 0.0
-        message = 2 * 4 * self.sequence // hosts * self.kv_heads * self.width
-        return 8 * message * (2 * (hosts - 1) + hosts) / bits_per_second(rate)
+        half = 4 * self.sequence // hosts * self.kv_heads * self.width
+        most = max(2 * keys + sums for keys, sums in halves_sent(self.sequence, None, hosts))
+        return 8 * half * most / bits_per_second(rate)
 
 
 class _Nothing:
-    """A ring in which a rank gets back what it sends."""
+    """A ring in which nothing is sent."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def start_shift(self, x: torch.Tensor, step: int) -> "_Kept":
-        return _Kept(x)
+    def start_shift(self, leaving: torch.Tensor, arriving: torch.Tensor, step: int) -> "_Kept":
+        return _Kept(arriving.zero_())
 
     def start_exchange(
         self, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]

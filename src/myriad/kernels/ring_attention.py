@@ -2,8 +2,16 @@
 al., arXiv 2310.01889).
 
 Every rank keeps its queries. In each of ``size`` steps it attends to the keys and values that it has, while
-they travel on to the next rank, and joins the results (`myriad.kernels.attention_pieces`). In the backward
-they travel once more, and the sums of their gradients follow them, one step behind, until they are back.
+others travel, and joins the results (`myriad.kernels.attention_pieces`). A share travels in two halves, each
+of which goes on to the next rank as soon as it is there, and is attended to while the other one arrives. In
+the backward they travel once more, and the sums of their gradients follow them from the first rank that has
+any to their owner, which adds its own. A rank attends to some of its own keys first, while the first halves
+arrive, and to the rest last, while the last sums return:
+
+    forward     own keys ......... | first half | second half | ...
+    backward    some own keys | first half | second half, send sums | ... | rest of the own keys, wait
+
+Halves that no further rank sees stay where they are (`myriad.kernels.ring_plan`).
 
 If `myriad.kernels.ring_plan` finds that few positions of other ranks are seen, ranks send each other only
 these, all at once, and sums of gradients return the same way:
@@ -13,12 +21,14 @@ these, all at once, and sums of gradients return the same way:
     backward    send ............... wait | keys of other ranks | return ......... wait
                 half of the own keys                              the other half
 
+In memory, shares are ``[S, 2, B, K, D]``, so that each half is one message.
+
 Legend: B batch, S sequence positions of a rank, N query heads, K key/value heads, D head size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,15 +36,7 @@ from myriad.kernels.attention_choice import Scores
 from myriad.kernels.attention_pieces import Joined, piece_backward, piece_forward, piece_maxima
 from myriad.kernels.ring_plan import Message, Piece, RingPlan
 
-__all__ = ["Arriving", "Ring", "ring_attention"]
-
-
-class Arriving(Protocol):
-    """A tensor in flight."""
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the tensor and return it. Call it once."""
-        ...
+__all__ = ["Ring", "ring_attention"]
 
 
 class _Pending(Protocol):
@@ -58,9 +60,10 @@ class Ring(Protocol):
         """Number of ranks."""
         ...
 
-    def start_shift(self, x: torch.Tensor, step: int) -> Arriving:
-        """Send ``x`` to the next rank, and receive as much from the one before. ``x`` must not change until
-        the other has arrived. ``step``: the one that waits for it."""
+    def start_shift(self, leaving: torch.Tensor, arriving: torch.Tensor, step: int) -> _Pending:
+        """Send ``leaving`` to the next rank, and receive into ``arriving`` from the one before. Both are
+        contiguous, and empty where nothing is sent. ``leaving`` must not change until the other has arrived.
+        ``step``: the one that waits for it. A collective call of all ranks."""
         ...
 
     def start_exchange(
@@ -88,12 +91,12 @@ class _RingAttention(torch.autograd.Function):
         how: Scores,
         largest: torch.Tensor | None,
     ) -> torch.Tensor:
-        kept = torch.stack((k, v))
+        kept = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), 1).permute(1, 2, 0, 3, 4)
         joined = Joined.nothing(q)
-        for step, travelling in _travelling(kept, plan, ring):
-            with ring.block(step):
-                for piece in plan.steps[step]:
-                    keys, values = travelling[:, piece.rows, piece.keys]
+        for turn in _travelling(kept, plan, ring):
+            with ring.block(turn.step) if turn.pieces else nullcontext():
+                for piece in turn.pieces:
+                    keys, values = turn.share[:, piece.rows, piece.keys]
                     part = q[piece.rows, piece.queries]
                     if largest is not None:
                         found = piece_maxima(part, keys, piece, how.factor(q.shape[-1]))
@@ -114,7 +117,7 @@ class _RingAttention(torch.autograd.Function):
         def add(step: int, pieces: Sequence[Piece], travelling: torch.Tensor, sums: torch.Tensor) -> None:
             """Add the gradients of pieces to those of the queries and to ``sums``, those of the keys and
             values."""
-            with ctx.ring.block(step):
+            with ctx.ring.block(step) if pieces else nullcontext():
                 for piece in pieces:
                     keys, values = travelling[:, piece.rows, piece.keys]
                     at = (piece.rows, piece.queries)
@@ -135,20 +138,70 @@ _Add = Callable[[int, Sequence[Piece], torch.Tensor, torch.Tensor], None]
 """Adds the gradients of pieces of a step; the keys and values, and the sums of their gradients."""
 
 
-def _travelling(kept: torch.Tensor, plan: RingPlan, ring: Ring) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each step and its keys and values ``[2, B, P, K, D]``, while those of the next are in flight."""
+class _Turn(NamedTuple):
+    """Pieces that a rank computes next."""
+
+    step: int
+    pieces: Sequence[Piece]
+    share: torch.Tensor
+    """Keys and values ``[2, B, P, K, D]``, of which those of the pieces have arrived."""
+    complete: int | None = None
+    """The half of which these are the last pieces."""
+
+
+def _travelling(kept: torch.Tensor, plan: RingPlan, ring: Ring) -> Iterator[_Turn]:
+    """Yield the turns of each step, while keys and values of others are in flight."""
     if plan.sent is not None:
         exchange, arrived = _start_messages(kept, plan, ring)
-        yield 0, kept
+        yield _Turn(0, plan.steps[0], kept)
         exchange.wait()
-        yield from arrived.items()
+        yield from (_Turn(step, plan.steps[step], share) for step, share in arrived.items())
         return
-    travelling = kept
-    for step in range(ring.size):
-        arriving = ring.start_shift(travelling, step + 1) if step + 1 < ring.size else None
-        yield step, travelling
-        if arriving is not None:
-            travelling = arriving.wait()
+    # a half arrives where the one of two steps before was, which has left
+    rooms = [torch.empty_like(kept) for _ in range(min(ring.size - 1, 2))] or [kept]
+    coming = [_start_keys(half, 0, kept, rooms[0], plan, ring) for half in range(2)]
+    yield _Turn(0, plan.steps[0], kept)
+    for step in range(1, ring.size):
+        share, following = rooms[(step - 1) % len(rooms)], rooms[step % len(rooms)]
+        early, across, late = _by_half(plan.steps[step], share.shape[2] // 2)
+        coming.pop(0).wait()
+        coming.append(_start_keys(0, step, share, following, plan, ring))
+        yield _Turn(step, early, share)
+        coming.pop(0).wait()
+        coming.append(_start_keys(1, step, share, following, plan, ring))
+        yield _Turn(step, across, share, complete=0)
+        yield _Turn(step, late, share, complete=1)
+
+
+def _by_half(pieces: Sequence[Piece], cut: int) -> tuple[list[Piece], list[Piece], list[Piece]]:
+    """Return the pieces with keys before ``cut`` only, those with keys on both sides, and the others."""
+    early = [piece for piece in pieces if piece.keys.stop <= cut]
+    late = [piece for piece in pieces if piece.keys.start >= cut]
+    return early, [piece for piece in pieces if piece.keys.start < cut < piece.keys.stop], late
+
+
+def _half(share: torch.Tensor, number: int) -> torch.Tensor:
+    """Return a half of a share ``[2, B, P, ...]`` as the contiguous ``[P / 2, 2, B, ...]``."""
+    cut = share.shape[2] // 2
+    return (share[:, :, cut:] if number else share[:, :, :cut]).permute(2, 0, 1, 3, 4)
+
+
+def _start_keys(
+    half: int, step: int, share: torch.Tensor, following: torch.Tensor, plan: RingPlan, ring: Ring
+) -> _Pending:
+    """Send a half of a step's keys and values to the next rank, and receive that of the next step."""
+    hops = plan.leaving[step].keys[half], plan.arriving[step].keys[half]
+    return _start_half(half, hops, (share, following), ring, step + 1)
+
+
+def _start_half(
+    half: int, hops: tuple[bool, bool], shares: tuple[torch.Tensor, torch.Tensor], ring: Ring, step: int
+) -> _Pending:
+    """Send a half of one share, and receive that of another. ``hops``: whether each of them travels."""
+    leaving, arriving = (
+        _half(share, half)[: None if travels else 0] for share, travels in zip(shares, hops, strict=True)
+    )
+    return ring.start_shift(leaving, arriving, step)
 
 
 def _start_messages(
@@ -179,16 +232,33 @@ def _room(like: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _backward_around(kept: torch.Tensor, plan: RingPlan, ring: Ring, add: _Add) -> torch.Tensor:
-    """Return the float32 sums of the gradients of this rank's keys and values, which travel after them."""
-    sums: Arriving | None = None
-    own = kept.new_zeros(())
-    for step, travelling in _travelling(kept, plan, ring):
-        own = torch.zeros(travelling.shape, dtype=torch.float32, device=kept.device)
-        add(step, plan.steps[step], travelling, own)
-        if sums is not None:
-            own += sums.wait()
-        sums = ring.start_shift(own, step + 1) if ring.size > 1 else None
-    return own if sums is None else sums.wait()
+    """Return the float32 sums of the gradients of this rank's keys and values. Those of a share begin at the
+    first rank after its owner."""
+    own = torch.zeros_like(kept, dtype=torch.float32)
+    local, first = plan.steps[0], len(plan.steps[0]) // 2
+    coming: list[_Pending] = []
+    arrived, sums = torch.empty_like(own), torch.empty_like(own)
+    following = torch.empty_like(own) if ring.size > 2 else own
+    for step, pieces, share, complete in _travelling(kept, plan, ring):
+        if step == 0:
+            add(0, local[:first], kept, own)
+            continue
+        if complete is None:  # sums arrive where those were that have left
+            sums, arrived, following = arrived.zero_(), following, sums
+        add(step, pieces, share, sums)
+        if complete is not None:
+            if step > 1:
+                coming.pop(0).wait()
+                if plan.arriving[step - 1].sums[complete]:
+                    _half(sums, complete).add_(_half(arrived, complete))
+            hops = plan.leaving[step].sums[complete], plan.arriving[step].sums[complete]
+            coming.append(_start_half(complete, hops, (sums, following), ring, step + 1))
+    add(0, local[first:], kept, own)
+    for half, pending in enumerate(coming):
+        pending.wait()
+        if plan.arriving[-1].sums[half]:
+            _half(own, half).add_(_half(following, half))
+    return own
 
 
 def _backward_directly(kept: torch.Tensor, plan: RingPlan, ring: Ring, add: _Add) -> torch.Tensor:

@@ -13,8 +13,15 @@ A step computes only the `Piece` s that windows and documents leave. Packed docu
 
 Keys travel in one of two ways. All ranks choose the same one (`sends_what_is_seen`):
 
-    around     whole shares go from rank to rank, r - 1 times
+    around     shares go from rank to rank, r - 1 times, each in two halves
     direct     each rank gets from each other one only the positions that its queries see, if there are any
+
+Around a ring a half goes only as far as a rank sees any of it. The sums of its gradients begin at the first
+rank that does, and end at its owner, which adds its own. In zigzag order the second half of rank i is seen by
+ranks before i only:
+
+    r = 4      the second half of rank 0, the last chunk, stays there; that of rank 2 goes to ranks 3, 0 and 1
+               and its sums from 0 to 1 to 2
 
 A short window sees the end of the chunk before. In zigzag order that is a chunk of rank i - 1 for one half of
 rank i, and of rank i + 1 for the other, so every rank exchanges with two others:
@@ -27,7 +34,7 @@ This module does not import torch, because the planner asks it what travels.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,9 +45,11 @@ if TYPE_CHECKING:
     from myriad.kernels.documents import Documents
 
 __all__ = [
+    "Hop",
     "Message",
     "Piece",
     "RingPlan",
+    "halves_sent",
     "pairs_of_steps",
     "received_positions",
     "ring_plan",
@@ -127,10 +136,23 @@ class Message(NamedTuple):
     """Positions of each sequence."""
 
 
+class Hop(NamedTuple):
+    """Which halves of a share a rank sends to the next one during a step."""
+
+    keys: tuple[bool, bool]
+    """Keys and values of this step, which are those of the next rank's next step."""
+    sums: tuple[bool, bool]
+    """Sums of the gradients of this step's keys and values."""
+
+
 class RingPlan(NamedTuple):
     """The pieces of each step of one rank. In step s it has keys of the rank s places before it."""
 
     steps: tuple[tuple[Piece, ...], ...]
+    leaving: tuple[Hop, ...] = ()
+    """What it sends around the ring in each step; empty: it sends directly."""
+    arriving: tuple[Hop, ...] = ()
+    """What the rank before it sends in each step."""
     sent: tuple[Message, ...] | None = None
     """What this rank sends directly to the rank s places after it; ``None``: shares travel around."""
     received: tuple[int, ...] = ()
@@ -193,6 +215,14 @@ def sent_positions(sequence: int, window: int | None, size: int) -> list[list[in
     ]
 
 
+def halves_sent(sequence: int, window: int | None, size: int) -> list[tuple[int, int]]:
+    """Return how many halves of keys and values each rank of a ring sends to the next one, and how many of
+    the sums of their gradients, where shares travel around."""
+    seen = _seen(sequence, window or sequence, size)
+    hops = [_hops(rank, seen) for rank in range(size)]
+    return [(sum(sum(hop.keys) for hop in own), sum(sum(hop.sums) for hop in own)) for own in hops]
+
+
 @lru_cache(maxsize=256)
 def pairs_of_steps(sequence: int, window: int | None, size: int) -> tuple[int, ...]:
     """Return the pairs of a query and a key of each sequence that the busiest rank of a ring computes in each
@@ -208,7 +238,9 @@ def _plan(sequence: int, window: int, rank: int, size: int) -> RingPlan:
     def pieces(queries: int, keys: int) -> list[Piece]:
         return list(_pieces(slice(None), parts[queries], parts[keys], window))
 
-    return _plan_of(pieces, rank, size, direct=sends_what_is_seen(((sequence,),), window, size))
+    if sends_what_is_seen(((sequence,),), window, size):
+        return _direct_plan(pieces, rank, size)
+    return _plan_around(pieces, rank, _seen(sequence, window, size))
 
 
 def _plan_of_documents(window: int, rank: int, size: int, documents: "Documents") -> RingPlan:
@@ -223,19 +255,64 @@ def _plan_of_documents(window: int, rank: int, size: int, documents: "Documents"
             for piece in _pieces(slice(row, row + 1), *both, window)
         ]
 
-    direct = sends_what_is_seen(lengths, window, size, sharing)
-    return _plan_of(pieces, rank, size, direct=direct)
+    if sends_what_is_seen(lengths, window, size, sharing):
+        return _direct_plan(pieces, rank, size)
+    everyone = ((frozenset(range(size)),) * 2,) * size  # halves hold positions of several documents
+    return _plan_around(pieces, rank, everyone)
 
 
-def _plan_of(pieces: Callable[[int, int], list[Piece]], rank: int, size: int, *, direct: bool) -> RingPlan:
-    """Return the plan of a rank. ``pieces``: those of the queries of one rank and the keys of another."""
+_Seen = tuple[tuple[frozenset[int], ...], ...]
+"""The ranks that see any position of each half of each rank's share."""
+
+
+@lru_cache(maxsize=64)
+def _seen(sequence: int, window: int, size: int) -> _Seen:
+    if window >= sequence:
+        return tuple((frozenset(range(size)), frozenset(range(rank))) for rank in range(size))
+    parts = [_placed(ring_ranges(sequence, one, size)) for one in range(size)]
+    seen: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(size)]
+    for queries, keys in product(range(size), repeat=2):
+        for piece in _pieces(slice(None), parts[queries], parts[keys], window):
+            for half, halves in enumerate(seen[keys]):
+                start = half * sequence // (2 * size)
+                if piece.keys.start < start + sequence // (2 * size) and piece.keys.stop > start:
+                    halves.add(queries)
+    return tuple(tuple(map(frozenset, halves)) for halves in seen)
+
+
+@lru_cache(maxsize=256)
+def _hops(rank: int, seen: _Seen) -> tuple[Hop, ...]:
+    """Return what a rank sends around the ring in each step."""
+    size = len(seen)
+
+    def met(first: int, last: int, owner: int) -> tuple[bool, bool]:
+        """Return whether one of the ranks ``first`` to ``last`` places after the owner sees each half."""
+        some = {(owner + place) % size for place in range(first, last + 1)}
+        return not some.isdisjoint(seen[owner][0]), not some.isdisjoint(seen[owner][1])
+
+    return tuple(
+        Hop(met(step + 1, size - 1, (rank - step) % size), met(1, step, (rank - step) % size))
+        for step in range(size)
+    )
+
+
+def _plan_around(pieces: Callable[[int, int], list[Piece]], rank: int, seen: _Seen) -> RingPlan:
+    """Return the plan of a rank around which shares travel. ``pieces``: those of the queries of one rank and
+    the keys of another."""
+    size = len(seen)
+    steps = tuple(tuple(pieces(rank, (rank - step) % size)) for step in range(size))
+    return RingPlan(steps, _hops(rank, seen), _hops((rank - 1) % size, seen))
+
+
+def _direct_plan(pieces: Callable[[int, int], list[Piece]], rank: int, size: int) -> RingPlan:
+    """Return the plan of a rank that sends what is seen. ``pieces``: those of the queries of one rank and the
+    keys of another."""
     steps = [pieces(rank, (rank - step) % size) for step in range(size)]
-    if not direct:
-        return RingPlan(tuple(map(tuple, steps)))
     sent = [_message(pieces((rank + step) % size, rank))[0] for step in range(1, size)]
     received = [_message(step) for step in steps[1:]]
     found = (tuple(steps[0]), *(own for _, own in received))
-    return RingPlan(found, (Message(), *sent), (0, *(message.length for message, _ in received)))
+    lengths = (0, *(message.length for message, _ in received))
+    return RingPlan(found, sent=(Message(), *sent), received=lengths)
 
 
 def _message(pieces: Sequence[Piece]) -> tuple[Message, tuple[Piece, ...]]:

@@ -22,7 +22,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -30,11 +30,18 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import linear
 from myriad.kernels.remade import Remade
-from myriad.kernels.ring_attention import Arriving
 from myriad.kernels.side_by_side import PartSlots
 from myriad.model.context_share import ContextPeers
 
 __all__ = ["Arrived", "Arriving", "Boundary", "Factors"]
+
+
+class Arriving(Protocol):
+    """A tensor in flight."""
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the tensor and return it. Call it once."""
+        ...
 
 
 class Arrived:

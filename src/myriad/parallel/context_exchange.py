@@ -31,27 +31,25 @@ _SPAN = "context_comm"
 
 
 class _Shift(AsyncCollective):
-    """A tensor on its way to the next rank of a ring, and the one from the rank before."""
+    """A tensor on its way to the next rank of a ring, and the one from the rank before; either may be
+    empty."""
 
     span = _SPAN
 
-    def __init__(self, x: torch.Tensor, ring: "GroupRing", step: int) -> None:
-        super().__init__(ring, x.contiguous())
-        self.step = step
-        self._found = torch.empty_like(self._kept)
+    def __init__(self, leaving: torch.Tensor, arriving: torch.Tensor, ring: "GroupRing", step: int) -> None:
+        super().__init__(ring, leaving)
+        self.step, self._found = step, arriving
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         if dist.get_backend(ring.group) == "gloo":
-            works = (
-                dist.irecv(self._found, group=ring.group, group_src=before),
-                dist.isend(self._kept, group=ring.group, group_dst=after),
-            )
+            works = [dist.irecv(arriving, group=ring.group, group_src=before)] if arriving.numel() else []
+            works += [dist.isend(leaving, group=ring.group, group_dst=after)] if leaving.numel() else []
             self._works = [work for work in works if work is not None]
             return
         # one operation, so that no rank waits for a message before it sends its own
-        arriving, leaving = ([0] * ring.size for _ in range(2))
-        arriving[before] = leaving[after] = self._kept.numel()
-        flat = self._found.view(-1), self._kept.view(-1)
-        work = dist.all_to_all_single(*flat, arriving, leaving, group=ring.group, async_op=True)
+        received, sent = ([0] * ring.size for _ in range(2))
+        received[before], sent[after] = arriving.numel(), leaving.numel()
+        flat = arriving.view(-1), leaving.view(-1)
+        work = dist.all_to_all_single(*flat, received, sent, group=ring.group, async_op=True)
         self._works = [] if work is None else [work]
 
     def _arrived(self) -> torch.Tensor:
@@ -93,9 +91,9 @@ class GroupRing:
         self.group, self.rank, self.size = group, rank, size
         self.recorder, self.device = recorder, device
 
-    def start_shift(self, x: torch.Tensor, step: int) -> _Shift:
-        """Send ``x`` to the next rank, and receive as much from the one before."""
-        return _Shift(x, self, step)
+    def start_shift(self, leaving: torch.Tensor, arriving: torch.Tensor, step: int) -> _Shift:
+        """Send a tensor to the next rank, and receive into another from the one before."""
+        return _Shift(leaving, arriving, self, step)
 
     def start_exchange(
         self, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]

@@ -65,8 +65,9 @@ def _expected(layout: Layout, *, backward: bool) -> Counter[tuple[int, int]]:
                     plan = ring_plan(MODEL.sequence, MODEL.layer_window(block), place, layout.ring)
                     after = ranks[(place + 1) % layout.ring]
                     if plan.sent is None:
-                        found[rank, after] += sequences * share * keys * (layout.ring - 1)
-                        found[rank, after] += sequences * share * keys * 2 * layout.ring * returns
+                        for hop in plan.leaving:
+                            halves = sum(hop.keys) + 2 * sum(hop.sums) * returns
+                            found[rank, after] += sequences * share / 2 * keys * halves
                         continue
                     for step, message in enumerate(plan.sent):
                         to = ranks[(place + step) % layout.ring]

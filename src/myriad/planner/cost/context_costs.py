@@ -1,7 +1,8 @@
 """Seconds of what the ranks of ``layout.cp`` exchange in attention.
 
-    ring       keys and values travel to the next rank in each step but the last, behind the step's compute;
-               in the backward the float32 sums of their gradients follow them, one step behind
+    ring       keys and values travel to the next rank in each step but the last, in halves, behind the step's
+               compute and that of the half that is there; in the backward the float32 sums of their gradients
+               follow them, from the first rank that has any to their owner, behind the rest of its own keys
     ulysses    queries, keys and values for other heads, and the result back: two all-to-alls in each
                direction, with nothing behind which they could hide
 
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from myriad.comm.layout import Layout
-from myriad.kernels.ring_plan import pairs_of_steps, received_positions, sent_positions
+from myriad.kernels.ring_plan import halves_sent, pairs_of_steps, received_positions, sent_positions
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import CommGroup, all_to_all_seconds, group_along, message_seconds
@@ -28,6 +29,9 @@ from myriad.planner.cost.operator_costs import Number
 
 __all__ = ["ONE_RANK_OF_CONTEXT", "ContextBlock", "ContextGrid", "RingSteps"]
 
+_FIRST_SHARE = 0.25
+"""Share of a rank's own pairs that it computes in a backward before keys of others: the first of two chunks
+with itself."""
 _SUM_BYTES = 4.0
 """Bytes of each element of the sums of gradients that travel around a ring."""
 
@@ -115,7 +119,7 @@ class ContextBlock:
         message, _, around = self._messages
         found = [RingSteps(first, count, 0.0, share * attend) for first, count, share in self._shares]
         if around:
-            return self._each_behind_the_last(found, message)
+            return self._around(found, message, message, found[0].pieces)
         own, *others = found
         return [own, *self._waited(others, self._behind(message, own.pieces))]
 
@@ -124,8 +128,11 @@ class ContextBlock:
         message, sums, around = self._messages
         found = [RingSteps(first, count, 0.0, share * attend) for first, count, share in self._shares]
         if around:
-            found = self._each_behind_the_last(found, message + sums)
-            return [*found, RingSteps(self.grid.ring, 1, sums if self.grid.ring > 1 else 0.0, 0.0)]
+            first = _FIRST_SHARE * found[0].pieces
+            found = self._around(found, message, message + sums, first)
+            last = found[0].pieces - first + found[-1].pieces / 2
+            wait = self._behind(sums, last) if self.grid.ring > 1 else 0.0
+            return [*found, RingSteps(self.grid.ring, 1, wait, 0.0)]
         own, *others = found
         half = own.pieces / 2
         end = RingSteps(self.grid.ring, 1, self._behind(sums, half), 0.0)
@@ -174,6 +181,11 @@ class ContextBlock:
         return sent_positions(self.sequence, self.window, self.grid.ring)
 
     @property
+    def halves(self) -> list[tuple[int, int]]:
+        """Halves of shares, and of sums, that each rank of a ring sends around it (`halves_sent`)."""
+        return halves_sent(self.sequence, self.window, self.grid.ring)
+
+    @property
     def sequence(self) -> int:
         """Positions of a whole sequence."""
         return self.model.sequence * self.grid.num_ranks
@@ -190,13 +202,19 @@ class ContextBlock:
             kv_heads = self.model.heads / np.asarray(self.tp)
         return 2.0 * self.tokens * np.maximum(kv_heads, self.grid.ulysses) * self.model.head_width
 
-    def _each_behind_the_last(self, steps: Sequence[RingSteps], message: Number) -> list[RingSteps]:
-        """Return the steps with the wait for what travelled during the step before."""
+    def _around(
+        self, steps: Sequence[RingSteps], first: Number, each: Number, ahead: Number
+    ) -> list[RingSteps]:
+        """Return the steps with the wait for what travelled during the step before. ``first``: seconds of the
+        first message, which travels while the rank computes for ``ahead`` seconds, and its second half while
+        the first one is attended to. ``each``: seconds of what travels in each further step."""
         found = [steps[0]]
+        wait = self._behind(first, ahead + steps[1].pieces / 2) if len(steps) > 1 else 0.0
         for step in steps[1:]:
-            first = step._replace(num_steps=1, wait=self._behind(message, found[-1].pieces))
-            rest = step._replace(first=step.first + 1, num_steps=step.num_steps - 1)
-            found += [first, rest._replace(wait=self._behind(message, step.pieces))][: step.num_steps]
+            among = self._behind(each, step.pieces)
+            rest = step._replace(first=step.first + 1, num_steps=step.num_steps - 1, wait=among)
+            found += [step._replace(num_steps=1, wait=wait), rest][: step.num_steps]
+            wait = among
         return found
 
     def _waited(self, steps: Sequence[RingSteps], seconds: Number) -> list[RingSteps]:

@@ -327,7 +327,8 @@ def _context_transfers(
     with the forwards of ``again``."""
     ring, ulysses, _ = ranks.shape
     rings, rows = ranks.reshape(ring, -1).T, ranks.transpose(0, 2, 1).reshape(-1, ulysses)
-    around, in_rows, seen = 0.0, 0.0, np.zeros((ring, ring))
+    in_rows, around, seen = 0.0, np.zeros((ring, ring)), np.zeros((ring, ring))
+    place = np.arange(ring)
     for number, block in enumerate((*blocks, *again)):
         keys, sums = map(float, block.share_bytes)
         returns = backward and number < len(blocks)
@@ -335,13 +336,10 @@ def _context_transfers(
         if len(positions):
             seen += positions * keys + positions.T * (sums if returns else 0.0)
         else:
-            around += (ring - 1) * keys + (ring * sums if returns else 0.0)
+            halves = np.array(block.halves) @ (keys / 2, sums / 2 if returns else 0.0)
+            around[place, (place + 1) % ring] += halves
         in_rows += sum(map(float, block.row_bytes))
-    found = []
-    if around and ring > 1:
-        found.append(group_transfers(ring_pattern(np.arange(ring)), rings, around * ring / (ring - 1)))
-    if seen.any():
-        found.append(group_transfers(sparse_pattern(seen), rings, 1.0))
+    found = [group_transfers(sparse_pattern(one), rings, 1.0) for one in (around, seen) if one.any()]
     if in_rows and ulysses > 1:
         found.append(group_transfers(all_to_all_pattern(ulysses), rows, in_rows))
     return merge_transfers(found)

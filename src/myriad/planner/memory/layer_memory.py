@@ -277,14 +277,15 @@ def _block_passing(
         joined = model.qkv_width + model.heads * (model.head_width + model.latent.plain + model.latent.value)
         backward = np.maximum(backward, stream + gathered + value * tokens * joined / part.tp)
     if part.context != (1, 1):
-        # On the way: keys and values in two buffers, and in the backward their float32 sums in two beside
-        # the rank's own, and the float32 output or gradient of queries.
+        # On the way: keys and values in two buffers, and in the backward their float32 sums in two, or three
+        # around a longer ring, beside the rank's own, and the float32 output or gradient of queries.
         width = model.heads * model.head_width
         own = tokens * 2 * _key_width(model, part.tp) / part.tp
         travelling = own * _largest_message(model, part)
         wide = 4.0 * tokens * width / part.tp
         forward = np.maximum(forward, 2 * value * travelling + wide)
-        backward = np.maximum(backward, stream + (2 * value + 8.0) * travelling + 4.0 * own + wide)
+        sums = 12.0 if part.context[0] > 2 else 8.0
+        backward = np.maximum(backward, stream + (2 * value + sums) * travelling + 4.0 * own + wide)
     if profile.attention == "plain":
         scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
         backward = np.maximum(backward, stream + 2 * scores)
