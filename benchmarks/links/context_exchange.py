@@ -104,11 +104,10 @@ def measure(hosts: int, work: Work, repeats: int) -> dict[str, float]:
     by_heads = open_rows(hosts)
     contenders: dict[str, Callable[[], Any]] = {
         "ring": lambda: in_context(ring, work),
+        "heads": lambda: in_context(by_heads, work),
         "gather": lambda: gathered(ring, work),
         "compute": lambda: in_context(ring, work, _Alone(ring)),
     }
-    if work.heads % hosts == 0:
-        contenders["heads"] = lambda: in_context(by_heads, work)
     if torch_runs(work):
         contenders["torch"] = lambda: by_torch(work)
     found: dict[str, float] = {}
@@ -204,18 +203,29 @@ def main() -> None:
     if options.quick:
         options.rates, options.hosts = ["1gbit", "200mbit"], [2]
         options.sequences, options.repeats = [8192], 1
-    print("| hosts | positions | link | compute, s | wire, s | ring, s | heads, s | gather, s | torch, s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    names = ("compute", "wire", "ring", "heads", "gather", "torch")
+    heads = (
+        "hosts",
+        "positions",
+        "link",
+        *(f"{name}, s" for name in names),
+        "ring / bound",
+        "best peer / best",
+    )
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
     for hosts in options.hosts:
         for sequence in options.sequences:
             for rate in options.rates:
                 work = Work(sequence)
                 with Hosts(hosts, None if rate == "unshaped" else rate) as made:
                     found = made.run_ranks(measure, hosts, work, options.repeats, timeout_seconds=900)[0]
-                times = [found["compute"], work.wire_seconds(rate, hosts)]
-                times += [found.get(name, float("nan")) for name in ("ring", "heads", "gather", "torch")]
-                cells = " | ".join(f"{one:.3f}" for one in times)
-                print(f"| {hosts} | {sequence} | {rate} | {cells} |", flush=True)
+                found["wire"] = work.wire_seconds(rate, hosts)
+                cells = [f"{found[name]:.3f}" if name in found else "" for name in names]
+                bound, best = max(found["compute"], found["wire"]), min(found["ring"], found["heads"])
+                peer = min(found[name] for name in ("gather", "torch") if name in found)
+                cells += [f"{found['ring'] / bound:.2f} x", f"{peer / best:.2f} x"]
+                print(f"| {hosts} | {sequence} | {rate} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
