@@ -11,6 +11,7 @@ from ranks import reuse_ranks
 from myriad.checkpoint.checkpoint_files import load, load_model, save
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.groups import close_world
+from myriad.comm.layout import Layout
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine
@@ -82,11 +83,14 @@ def train_and_save(asked: Case, folder: Path, first: int, last: int) -> None:
     close_world()
 
 
-def test_a_run_that_stopped_where_replicas_agreed_continues_with_the_same_bits(tmp_path: Path) -> None:
-    asked = case(outer_learning_rate=0.7, outer_momentum=0.9)
-    reuse_ranks(2, train_and_save, asked, tmp_path / "a", 0, asked.steps)
-    reuse_ranks(2, train_and_save, asked, tmp_path / "b", 0, EVERY)
-    reuse_ranks(2, train_and_save, asked, tmp_path / "b", EVERY, asked.steps)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_run_that_stopped_where_replicas_agreed_continues_with_the_same_bits(
+    tmp_path: Path, cp: int
+) -> None:
+    asked = replace(case(outer_learning_rate=0.7, outer_momentum=0.9), layout={"dp": 2, "cp": cp})
+    reuse_ranks(2 * cp, train_and_save, asked, tmp_path / "a", 0, asked.steps)
+    reuse_ranks(2 * cp, train_and_save, asked, tmp_path / "b", 0, EVERY)
+    reuse_ranks(2 * cp, train_and_save, asked, tmp_path / "b", EVERY, asked.steps)
     undisturbed, resumed = (
         load_model(CheckpointFolder(tmp_path / name).of_step(asked.steps), "") for name in "ab"
     )
@@ -105,13 +109,19 @@ def test_it_works_in_layouts_with_more_than_data_parallelism(layout: dict[str, i
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_ranks_of_a_replica_may_share_whole_experts(optimizer: str) -> None:
+@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2, "etp": 1}, {"cp": 2}, {"cp": 2, "pp": 2}], ids=str)
+def test_ranks_of_a_replica_may_share_whole_experts_and_sequences(
+    optimizer: str, layout: dict[str, int]
+) -> None:
     comm = {"sync_every": 2, "outer_momentum": 0.5}
-    one = Case({"dp": 2}, {"layers": 2, "experts": 4, "expert_hidden": 16}, {"name": optimizer}, 4, comm=comm)
+    model = {"layers": 2, "experts": 4, "expert_hidden": 16}
+    one = Case({"dp": 2}, model, {"name": optimizer, "clip_norm": 0.1}, 4, comm=comm)
     losses, tensors = reuse_ranks(2, run_case, one)[0]
-    shared = replace(one, layout={"dp": 2, "tp": 2, "ep": 2, "etp": 1})
-    found, whole = reuse_ranks(4, run_case, shared)[0]
-    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in losses], rel=1e-5)
+    shared = replace(one, layout={"dp": 2} | layout)
+    found, whole = reuse_ranks(Layout(**shared.layout).world, run_case, shared)[0]
+    assert [one for pair in found for one in pair] == pytest.approx(
+        [one for pair in losses for one in pair], rel=1e-5
+    )
     assert whole.keys() == tensors.keys()
     for name in (name for name in tensors if name.startswith("model.")):
         assert np.linalg.norm(whole[name] - tensors[name]) <= 1e-5 * np.linalg.norm(tensors[name]), name

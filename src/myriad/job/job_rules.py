@@ -73,7 +73,6 @@ def lacks_for_context(job: JobValues) -> str:
     """Return what a job still needs for ranks that share sequences, with the reason; empty if it needs
     nothing."""
     needs = (
-        (job.comm.sync_every > 1, "comm.sync_every = 1: a replica of DiLoCo is one rank of each stage"),
         (
             job.telemetry.noise_scale,
             "telemetry.noise_scale = false: a rank's gradient is of parts of sequences, and no sample",

@@ -246,7 +246,8 @@ class Engine(ForwardEngine):
         by one of them only; data-parallel replicas return one share each. ``of_rank``: return the shares of
         this one of the ranks that hold the same state.
         """
-        copy = None if of_rank is None else self.groups.grid.peers("dp_replicate").index(of_rank)
+        alike = "cp" if self._trains_alone else "dp_replicate"
+        copy = None if of_rank is None else self.groups.grid.peers(alike).index(of_rank)
         return self._model_state.shards(self._states(owned_only=True), owned_only=True, copy=copy)
 
     def _states(self, *, owned_only: bool) -> dict[str, Sequence[torch.Tensor]]:
@@ -296,7 +297,7 @@ class Engine(ForwardEngine):
         found = [chunk.values for chunk in chunks if whole]
         if layout.zero in (0, 3):
             found += [chunk.stored for chunk in chunks if not (whole and chunk.master_is_values)]
-        if layout.zero in (0, 3) and self._model_state.is_replicated:
+        if layout.zero in (0, 3) and self._model_state.is_replicated and not self._trains_alone:
             indices = [index for chunk in chunks for index in self._model_state.regions_of[chunk]]
             states = self._optimizer_step.optimizer_state().values()
             found += [tensors[index] for tensors in states for index in indices]

@@ -32,9 +32,10 @@ class ModelState:
             self.regions += chunk.regions
             self.regions_of[chunk] = range(len(self.regions) - len(chunk.regions), len(self.regions))
         self.regions = self.regions or [_nothing(device)]
-        self.is_replicated = self._layout.num_shard_groups > 1 and not trains_alone
-        """Whether several data-parallel ranks hold the same state: all of them with ZeRO 0, else those of
-        different groups."""
+        copies = self._layout.cp if trains_alone else self._layout.num_shard_groups
+        self.is_replicated = copies > 1
+        """Whether several ranks hold the same state: with ZeRO 0 all data-parallel ones, or those of a
+        replica that trains alone, else those of different groups."""
         self.replica = self._grid.index("dp") if trains_alone else 0
         """Index of this rank's replica, among the replicas that have their own gradients at the step."""
         counts = [self._counts_row(*row) for row in self.rows]

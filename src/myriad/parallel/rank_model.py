@@ -93,23 +93,25 @@ def make_sharing(
     """Return how this rank shares its chunks, and open the communication. A collective call of all ranks."""
     grid, zero = groups.grid, groups.grid.layout.zero
     num_groups = grid.layout.num_shard_groups
-    axis = "dp_shard" if zero else "dp_cp"
-    scheduler = CommScheduler(groups, None if trains_alone else axis, overlap, comm, device)
+    axis, copies = ("dp_shard" if zero else "dp_cp"), "dp_replicate"
+    if trains_alone:  # with ZeRO 0: a job's rule
+        axis = copies = "cp"
+    scheduler = CommScheduler(groups, axis, overlap, comm, device)
     across = None
     if grid.layout.reduces_across and has_gradients:
         across = CommScheduler(groups, "dp_replicate", overlap, comm, device)
     return Sharing(
         scheduler,
-        0 if trains_alone else grid.index(axis),
-        1 if trains_alone else grid.size(axis),
+        grid.index(axis),
+        grid.size(axis),
         zero,
         exact=comm.compress_parameters is None,
         has_gradients=has_gradients,
         frees_grad_buffer=frees_grad_buffer,
         across=across,
         num_groups=num_groups if zero else 1,
-        copy=0 if trains_alone else grid.index("dp_replicate"),
-        num_copies=1 if trains_alone else num_groups,
+        copy=grid.index(copies),
+        num_copies=grid.size(copies),
     )
 
 
@@ -124,7 +126,7 @@ def make_expert_sharing(
 ) -> Sharing:
     """Return how this rank shares the chunks of its experts with the ranks that hold the same ones, and open
     the communication. A collective call of all ranks. ``others``: how it shares the other chunks."""
-    if trains_alone:  # one rank of each replica holds an expert: a job's rule
+    if trains_alone:  # the tensor-parallel ranks of a replica hold all experts: a job's rule
         return replace(others, of_experts=True)
     grid, zero = groups.grid, others.zero
     axis = "expert_shard" if zero else "expert_dp"
