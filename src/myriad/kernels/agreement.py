@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from myriad.kernels.activation import ACTIVATIONS, activate
 from myriad.kernels.attention import attention, attention_reference, split_heads
 from myriad.kernels.attention_blocks import Heads
+from myriad.kernels.attention_choice import Scores
+from myriad.kernels.attention_pieces import Joined, PieceGradients, join_pieces
 from myriad.kernels.choice import Operator, choose
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
@@ -22,6 +24,7 @@ from myriad.kernels.float8 import BOTH, Float8, Kind, Scaling, scaled_reference,
 from myriad.kernels.gradient import GradientSink, PendingRows, accumulate_product, set_sink
 from myriad.kernels.grouped import RowGroups, grouped_linear
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
+from myriad.kernels.ring_plan import Piece, Pieces
 from myriad.kernels.rotary import Rotary, rotary_reference, rotary_turns
 
 __all__ = [
@@ -191,9 +194,9 @@ def disagreements(
     for operator, inputs, ours, formula in _cases(dtype, device, rows, width):
         expected = _results(formula, [x.double() for x in inputs])
         for found, right in zip(_results(ours, inputs), expected, strict=True):
-            share = ((found.double() - right).abs().max() / right.abs().max().clamp(min=1.0)).item()
-            worst[operator] = max(worst.get(operator, 0.0), share if share == share else float("inf"))
+            worst[operator] = max(worst.get(operator, 0.0), _share(found, right))
     worst["norm"] = max(worst["norm"], _of_sums_left(dtype, device, rows, width))
+    worst["attention"] = max(worst["attention"], _of_pieces(dtype, device, rows))
     worst["experts"] = _of_experts(dtype, device, rows, min(width, 200))
     return worst | _of_optimizers(device, rows * width) if dtype == torch.float32 else worst
 
@@ -220,6 +223,30 @@ def _of_sums_left(dtype: torch.dtype, device: torch.device, rows: int, width: in
     ours, formula = parameters[:4], parameters[4:]
     found = [parameter.sink.total for parameter in ours]  # type: ignore[attr-defined]
     return _worst(found, tuple(parameter.grad for parameter in formula if parameter.grad is not None))
+
+
+def _of_pieces(dtype: torch.dtype, device: torch.device, rows: int) -> float:
+    """Return the largest difference of attention in pieces, and of its gradients: scores with a bound in a
+    window, of whose keys the first third is read after the others."""
+    cut, window, how = rows // 3, max(1, rows // 2), Scores(softcap=2.0)
+    counts = enumerate((2, 1, 1, 2), start=40)
+    inputs = [_values(2, rows, count, 64, dtype=dtype, device=device, seed=seed) for seed, count in counts]
+    leaves = [one.double().requires_grad_() for one in inputs[:3]]
+    right = attention_reference(leaves[0], leaves[1], leaves[2], window, how)
+    expected = right.detach(), *torch.autograd.grad(right, leaves, inputs[3].double())
+    q, k, v, wave = inputs
+    sums = torch.zeros(2, *k.shape, dtype=torch.float32, device=device)
+    everywhere, early, late = slice(None), slice(0, cut), slice(cut, rows)
+    size = slice(0, rows - cut)
+    steps = [(late, Piece(everywhere, late, size, 0, window))]
+    steps += [(early, Piece(everywhere, slice(0, rows), early, 0, window))] if cut else []
+    joined = Joined.nothing(q)
+    for keys, piece in steps:
+        join_pieces(joined, q, k[:, keys], v[:, keys], Pieces([piece]), how, "triton")
+    gradients = PieceGradients(wave, q, joined, how, "triton")
+    for keys, piece in steps:
+        gradients.add(Pieces([piece]), k[:, keys], v[:, keys], *sums[:, :, keys])
+    return max(map(_share, (joined.out, gradients.of_queries, *sums), expected))
 
 
 def _of_experts(dtype: torch.dtype, device: torch.device, rows: int, width: int) -> float:
@@ -375,6 +402,12 @@ def _of_optimizers(device: torch.device, size: int) -> dict[Tried, float]:
     rate = torch.where(torch.arange(size, device=device) < size // 3, 0.5, 0.25)
     found["lamb"] = max(found["lamb"], _worst([moved[0]], (w - rate * update,)))
     return found
+
+
+def _share(found: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest value, or of 1 if that is more."""
+    share = ((found.double() - right).abs().max() / right.abs().max().clamp(min=1.0)).item()
+    return share if share == share else float("inf")
 
 
 def _worst(found: list[torch.Tensor], expected: tuple[torch.Tensor, ...]) -> float:

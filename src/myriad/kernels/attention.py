@@ -25,7 +25,7 @@ from myriad.kernels.attention_choice import (
     FastestAttention,
     Scores,
     choose_attention,
-    hindrance,
+    choose_inside_documents,
     read_times,
 )
 from myriad.kernels.choice import in_interpreter, runs_triton
@@ -150,17 +150,21 @@ def _inside_documents(
     sinks: torch.Tensor | None,
     documents: Documents,
 ) -> torch.Tensor:
-    """Attend inside documents: by the library's kernel for sequences of any lengths where it can run, else
-    in batches of documents of about the same length."""
+    """Attend inside documents: by one call for sequences of any lengths where there is one, else in batches
+    of documents of about the same length."""
     capped = how.softcap is not None or sinks is not None
-    if not hindrance("varlen", _shape_of(fused, heads, window, capped=capped)):
-        from myriad.kernels.attention_library import varlen_attention
-
+    path = choose_inside_documents(_shape_of(fused, heads, window, capped=capped), kernels)
+    if path:
         # scores depend on differences of positions alone, so that rotations need not begin with a document
         q, k, v = split_heads(fused, heads, turns, kernels)
         span = min(window or documents.longest, documents.longest)
-        scale = how.factor(heads.width)
-        return varlen_attention(q, k, v, span, scale, documents).flatten(2)
+        if path == "triton":
+            from myriad.kernels.attention_flash import flash_attention
+
+            return flash_attention(q, k, v, span, how, sinks, documents).flatten(2)
+        from myriad.kernels.attention_library import varlen_attention
+
+        return varlen_attention(q, k, v, span, how.factor(heads.width), documents).flatten(2)
 
     def attend(part: torch.Tensor) -> torch.Tensor:
         of_part = None if turns is None else turns[: part.shape[1]]
@@ -247,7 +251,7 @@ def attention_by(
     if path == "triton":
         from myriad.kernels.attention_flash import flash_attention
 
-        return flash_attention(q, k, v, span, scale)
+        return flash_attention(q, k, v, span, how, sinks)
     if path == "varlen":
         return attention_library.varlen_attention(q, k, v, span, scale)
     if path == "flex":

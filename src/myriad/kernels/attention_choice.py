@@ -16,6 +16,12 @@ FlashAttention-2), and has no window here. Of those that skip the keys outside t
 in a fixed order, so that equal runs give equal bits. If ``benchmarks/kernels/gpu.py --choose`` has timed a
 shape on a device of that name, the fastest measured one is used instead.
 
+Ranks that share sequences attend to a list of pieces at a time (`myriad.kernels.attention_pieces`):
+
+    triton      Myriad's kernels, all pieces in one launch each way
+    library     a call for each piece; FlashAttention-2 on a GPU
+    scores      tiles of scores, by the library's products
+
 No torch here, so that tools can report the choice without it.
 """
 
@@ -35,14 +41,19 @@ __all__ = [
     "AttentionPath",
     "AttentionShape",
     "FastestAttention",
+    "PieceChoice",
     "Scores",
     "check_attention",
     "choose_attention",
+    "choose_inside_documents",
+    "choose_pieces",
     "fallback_attention",
+    "fallback_pieces",
     "hindrance",
     "read_times",
 ]
 
+PiecePath = Literal["library", "triton", "scores"]
 AttentionPath = Literal["blocks", "sdpa", "cudnn", "varlen", "flex", "triton", "windows", "masked", "scores"]
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
@@ -50,6 +61,9 @@ HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 _HALVES = ("bfloat16", "float16")
 _MOST_WIDTH = 256
 """Largest head size in FlashAttention-2 and cuDNN; it must be a multiple of 8."""
+_MOST_CALLS = 4
+"""Largest number of pieces for which the library is called one by one: whole sequences have no more in a step
+of a ring, packed documents have hundreds."""
 
 
 class Scores(NamedTuple):
@@ -100,6 +114,13 @@ class AttentionChoice(NamedTuple):
     why: str
 
 
+class PieceChoice(NamedTuple):
+    """How a list of pieces is computed, and the reason."""
+
+    path: PiecePath
+    why: str
+
+
 class FastestAttention(NamedTuple):
     """The fastest implementation for a shape, forward and backward, as measured on a device."""
 
@@ -118,7 +139,7 @@ def hindrance(path: AttentionPath, shape: AttentionShape) -> str:
         return "" if shape.blocks else "is for a CPU in float32, and for few keys"
     if path == "scores":
         return ""
-    if shape.capped and path != "flex":
+    if shape.capped and path not in ("flex", "triton"):
         return "has no bound of scores and no sinks"
     if path == "windows":
         window = shape.seen
@@ -138,11 +159,16 @@ def _device_hindrance(path: AttentionPath, shape: AttentionShape) -> str:
         return "needs a CUDA device"
     if path == "flex":
         return "" if has_triton() else NO_TRITON
+    return _flash_hindrance(shape) or ("adds up in no fixed order" if shape.deterministic else "")
+
+
+def _flash_hindrance(shape: AttentionShape) -> str:
+    """Return why FlashAttention-2 has no kernel for a shape on a GPU; empty if it has one."""
     if shape.dtype not in _HALVES:
         return f"has no {shape.dtype}, only {' and '.join(_HALVES)}"
     if shape.width % 8 or shape.width > _MOST_WIDTH:
         return f"has no head size {shape.width}, only multiples of 8 up to {_MOST_WIDTH}"
-    return "adds up in no fixed order" if shape.deterministic else ""
+    return ""
 
 
 def _triton_hindrance(shape: AttentionShape) -> str:
@@ -180,6 +206,7 @@ _ORDER: dict[tuple[bool, bool], tuple[tuple[AttentionPath, str], ...]] = {
 """Preferences by (on a GPU, with a window): the first implementation that can run is chosen."""
 _CAPPED_ORDER: tuple[tuple[AttentionPath, str], ...] = (
     ("blocks", "adjusts the scores of a block at a time"),
+    ("triton", "bounds the scores that it computes, in a fixed order"),
     ("flex", "compiled for the scores"),
     ("scores", "nothing else takes these scores here"),
 )
@@ -207,8 +234,54 @@ def _measured(shape: AttentionShape, timed: Sequence[FastestAttention], name: st
 def _default(shape: AttentionShape, kernels: Kernels) -> AttentionChoice:
     order = _CAPPED_ORDER if shape.capped else _ORDER[shape.device == "cuda", shape.seen is not None]
     able = ((path, why) for path, why in order if not hindrance(path, shape))
-    path, why = next((path, why) for path, why in able if kernels != "plain" or path != "triton")
+    by_triton = kernels != "plain" and shape.device == "cuda"
+    path, why = next((path, why) for path, why in able if by_triton or path != "triton")
     return AttentionChoice(path, why)
+
+
+def choose_inside_documents(shape: AttentionShape, kernels: Kernels) -> Literal["varlen", "triton", ""]:
+    """Choose how packed documents attend: by one call for documents of any lengths. Empty: there is none
+    here, and they are regrouped by length (`Documents.attend`)."""
+    by_triton = not _piece_hindrance(shape, kernels)
+    if by_triton and kernels == "triton":
+        return "triton"
+    if not hindrance("varlen", shape):
+        return "varlen"
+    return "triton" if by_triton else ""
+
+
+def choose_pieces(
+    shape: AttentionShape, kernels: Kernels = "auto", *, cut: bool = False, num_pieces: int = 1
+) -> PieceChoice:
+    """Choose how a list of pieces is computed. ``shape.capped``: scores have a bound. ``cut``: in some piece
+    a query sees only some of the keys, apart from those after its own position."""
+    without = _library_hindrance(shape, cut=cut)
+    hindered = _piece_hindrance(shape, kernels)
+    if not hindered and kernels == "triton":
+        return PieceChoice("triton", "asked for")
+    if not without and (num_pieces <= _MOST_CALLS or hindered):
+        return PieceChoice("library", "a call for each piece")
+    if not hindered:
+        return PieceChoice("triton", f"one launch: the library {without or 'needs a call for each piece'}")
+    return PieceChoice("scores", f"the library {without}, and Triton's kernel {hindered}")
+
+
+def _library_hindrance(shape: AttentionShape, *, cut: bool) -> str:
+    """Return why the library cannot compute some piece of a list; empty if it can."""
+    if cut:
+        return "has no window that cuts a piece"
+    if shape.capped:
+        return "has no bound of scores"
+    return _flash_hindrance(shape) if shape.device == "cuda" else ""
+
+
+def _piece_hindrance(shape: AttentionShape, kernels: Kernels) -> str:
+    """Return why Triton's kernels do not compute pieces; empty if they do."""
+    if kernels == "plain":
+        return "was not asked for"
+    if shape.device != "cuda" and kernels != "triton":
+        return "needs a CUDA device"
+    return _triton_hindrance(shape)
 
 
 def check_attention(kernels: Kernels, shape: AttentionShape) -> None:
@@ -228,6 +301,14 @@ def fallback_attention(kernels: Kernels, shape: AttentionShape) -> str:
     if shape.seen is None:
         return ""
     return f"attention with a window goes by {_default(shape, kernels).path}: Triton's {found}"
+
+
+def fallback_pieces(kernels: Kernels, shape: AttentionShape) -> str:
+    """Return a one-line notice for a GPU whose pieces are computed by scores under "auto"; else empty."""
+    choice = choose_pieces(shape, kernels, cut=shape.seen is not None)
+    if kernels != "auto" or shape.device != "cuda" or choice.path != "scores":
+        return ""
+    return f"attention of ranks that share sequences goes by tiles of scores: {choice.why}"
 
 
 @lru_cache(maxsize=4)

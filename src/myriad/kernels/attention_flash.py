@@ -1,11 +1,12 @@
-"""Attention with a window by Triton's kernels, as one differentiable operator: `triton.attention_forward` and
-`triton.attention_backward`.
+"""Attention by Triton's kernels, `triton.attention_forward` and `triton.attention_backward`: of whole
+sequences or packed documents, as one differentiable operator, and of pieces of sequences that ranks share
+(`myriad.kernels.attention_pieces`), a list of them at a time.
 
 The kernels support heads of 16, 32, 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA
 device. They also run in Triton's interpreter, if ``TRITON_INTERPRET=1`` was set before Triton was imported.
 Scores, softmax and sums are float32 for inputs of any type.
 
-Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
+Legend: B batch, S sequence, N query heads, K key/value heads, D head size, P keys of pieces.
 """
 
 import math
@@ -13,14 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from myriad.kernels.attention_choice import Scores
 from myriad.kernels.choice import in_interpreter
+from myriad.kernels.documents import Documents
 from myriad.kernels.memory_order import empty_in_order
+from myriad.kernels.ring_plan import Pieces, ring_plan
+from myriad.kernels.tile_tables import tile_table
 
-__all__ = ["Launch", "Sizes", "flash_attention", "launch_of"]
+__all__ = [
+    "FlashCall",
+    "Launch",
+    "flash_attention",
+    "flash_backward",
+    "flash_forward",
+    "launch_of",
+    "row_products",
+]
 
 
 class Launch(NamedTuple):
-    """Launch parameters of one kernel: block of queries, block of keys, warps, pipeline stages."""
+    """Launch parameters of one kernel: tile of queries, tile of keys, warps, pipeline stages."""
 
     query_size: int
     key_size: int
@@ -36,34 +49,37 @@ _LAUNCHES = {
     ("backward_queries", 64): Launch(128, 64, 8, 2),
     ("backward_queries", 128): Launch(128, 64, 8, 2),
 }
-"""The largest blocks whose sm_90 code keeps all but a few bytes in registers, according to
+"""The largest tiles whose sm_90 code keeps all but a few bytes in registers, according to
 `cuobjdump --dump-resource-usage`. They have not been timed on a GPU."""
 _WIDE = Launch(32, 32, 4, 1)
-"""Blocks in float32: each value takes twice the memory, and no tensor core multiplies it directly."""
+"""Tiles in float32: each value takes twice the memory, and no tensor core multiplies it directly."""
 
 
 def padded_width(width: int) -> int:
-    """Return the columns of a block: Triton's blocks have powers of two."""
+    """Return the columns of a tile: Triton's blocks have powers of two."""
     return 1 << (width - 1).bit_length()
 
 
 def launch_of(kernel: str, width: int, dtype: torch.dtype) -> Launch:
-    """Return the block sizes of a kernel for a head size and a type."""
+    """Return the tile sizes of a kernel for a head size and a type."""
     return _WIDE if dtype == torch.float32 else _LAUNCHES[kernel, max(64, padded_width(width))]
 
 
-class Sizes(NamedTuple):
-    """The sizes of one call, which every kernel gets."""
+class FlashCall(NamedTuple):
+    """What one call of the kernels depends on, apart from the tensors."""
 
-    batch: int
-    num_rows: int
-    num_heads: int
-    repeats: int
     width: int
-    window: int
+    repeats: int
+    """Query heads that share a key/value head."""
     dtype: torch.dtype
-    scale: float
-    """Factor of the scores."""
+    how: Scores
+    adds: bool
+    """Whether results are added, or joined, to those of earlier calls."""
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, how: Scores, *, adds: bool) -> "FlashCall":
+        """Return the call for queries ``[B, S, N, D]`` and keys ``[B, P, K, D]``."""
+        return cls(q.shape[3], q.shape[2] // k.shape[2], q.dtype, how, adds)
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """Return the compile-time arguments and the launch parameters of a kernel."""
@@ -74,88 +90,147 @@ class Sizes(NamedTuple):
             "padded": padded_width(self.width),
             "query_size": launch.query_size,
             "key_size": launch.key_size,
+            "capped": self.how.softcap is not None,
+            "adds": self.adds,
             "upcast": in_interpreter(),  # the interpreter multiplies bfloat16 wrongly
             "precision": "ieee" if self.dtype == torch.float32 else "tf32",
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
         }
 
+    @property
+    def scales(self) -> tuple[float, float]:
+        """The kernels' ``scale`` and ``gain``, which turn a product into a score to base 2."""
+        factor, softcap = self.how.factor(self.width), self.how.softcap
+        if softcap is None:
+            return 1.0, factor / math.log(2)
+        return 2 * factor / softcap / math.log(2), softcap / math.log(2)
 
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, position and head; a head's values must be contiguous."""
-    return x.stride(0), x.stride(1), x.stride(2)
+
+def _strides(*tensors: torch.Tensor) -> list[int]:
+    """Return the strides of batch, position and head of each; a head's values must be contiguous."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _rows_together(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def flash_forward(
+    pieces: Pieces,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    how: Scores,
+    sinks: torch.Tensor | None = None,
+    *,
+    joins: bool = False,
+) -> None:
+    """Attend from queries ``[B, S, N, D]`` to keys and values ``[B, P, K, D]`` in all pieces. Writes the
+    output ``[B, S, N, D]`` and log-sum-exp of the scores, contiguous float32 ``[B, N, S]``, of the queries in
+    the pieces. Results begin with those of the ``sinks`` ``[N]``, or, if ``joins``, with those of earlier
+    calls that are there, in float32."""
+    from myriad.kernels.triton import attention_forward
+    from myriad.kernels.triton.launch import launch
+
+    if not pieces or not out.numel():
+        return
+    q, k, v = (_rows_together(x) for x in (q, k, v))
+    call = FlashCall.of(q, k, how, adds=joins)
+    constants = call.constants("forward")
+    table = tile_table(pieces, len(q), constants["query_size"], q.device, of_keys=False)
+    launch(
+        attention_forward.forward, (len(table.tiles), q.shape[2]),
+        q, k, v, lse if sinks is None else sinks, out, lse, *table, *_strides(q, k, v), *out.stride()[:2],
+        q.shape[1], q.shape[2], pieces[0].window, *call.scales, has_sinks=sinks is not None, **constants,
+    )  # fmt: skip
+
+
+def row_products(out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``out * grad`` ``[B, S, N, D]`` of each row, float32 ``[B, N, S]``."""
+    from myriad.kernels.triton import attention_backward
+    from myriad.kernels.triton.launch import launch
+
+    batch, rows, heads, width = out.shape
+    products, size = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device), 64
+    launch(
+        attention_backward.row_products, (-(-rows // size), batch * heads),
+        out, grad, products, *out.stride()[:2], *_strides(grad), rows, heads,
+        width=width, padded=padded_width(width), size=size,
+    )  # fmt: skip
+    return products
+
+
+def flash_backward(
+    pieces: Pieces,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    lse: torch.Tensor,
+    products: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    how: Scores,
+    *,
+    adds: bool = False,
+) -> None:
+    """Write the gradients of queries, keys and values in all pieces to ``grads``, or add them. ``inputs``:
+    queries, keys, values, and the gradient of the output. ``lse`` and ``products`` ``[B, N, S]``: log-sum-exp
+    of all scores, and `row_products` of the whole output."""
+    from myriad.kernels.triton import attention_backward
+    from myriad.kernels.triton.launch import launch
+
+    q, k, v, grad = (_rows_together(x) for x in inputs)
+    if not pieces or not q.numel():
+        return
+    call = FlashCall.of(q, k, how, adds=adds)
+    sizes = q.shape[1], q.shape[2], pieces[0].window, *call.scales, how.factor(call.width)
+    tensors, strides = (q, k, v, grad, lse, products), _strides(q, k, v, grad)
+    of_queries, of_keys, of_values = grads
+    constants = call.constants("backward_keys")
+    table = tile_table(pieces, len(q), constants["key_size"], q.device, of_keys=True)
+    launch(
+        attention_backward.backward_keys, (len(table.tiles), k.shape[2]),
+        *tensors, of_keys, of_values, *table, *strides, *of_keys.stride()[:2], *sizes, **constants,
+    )  # fmt: skip
+    constants = call.constants("backward_queries")
+    table = tile_table(pieces, len(q), constants["query_size"], q.device, of_keys=False)
+    launch(
+        attention_backward.backward_queries, (len(table.tiles), q.shape[2]),
+        *tensors, of_queries, *table, *strides, *of_queries.stride()[:2], *sizes, **constants,
+    )  # fmt: skip
+
+
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        pieces: Pieces,
+        how: Scores,
     ) -> torch.Tensor:
-        from myriad.kernels.triton import attention_forward
-        from myriad.kernels.triton.launch import launch
-
         q, k, v = (_rows_together(x) for x in (q, k, v))
-        batch, num_rows, num_heads, width = q.shape
-        sizes = Sizes(batch, num_rows, num_heads, num_heads // k.shape[2], width, window, q.dtype, scale)
         out = empty_in_order(q, *q.shape)
-        logs = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
-        constants = sizes.constants("forward")
-        grid = (-(-num_rows // constants["query_size"]), batch * num_heads)
-        if out.numel():
-            launch(
-                attention_forward.forward, grid, q, k, v, out, logs, *_strides(q), *_strides(k), *_strides(v),
-                *out.stride()[:2], num_rows, num_heads, window, sizes.scale / math.log(2), **constants,
-            )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, logs)
-        ctx.sizes = sizes
+        lse = torch.empty(len(q), q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+        flash_forward(pieces, q, k, v, out, lse, how, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.pieces, ctx.how = pieces, how
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, logs = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         grad = _rows_together(grads[0])
         grad_q, grad_k, grad_v = (empty_in_order(order, *x.shape) for order, x in ((q, q), (k, k), (k, v)))
-        if out.numel():
-            _differentiate(ctx.sizes, (q, k, v, grad), out, logs, (grad_q, grad_k, grad_v))
-        return grad_q, grad_k, grad_v, None, None
-
-
-def _differentiate(
-    sizes: Sizes,
-    inputs: tuple[torch.Tensor, ...],
-    out: torch.Tensor,
-    logs: torch.Tensor,
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> None:
-    """Write the gradients of queries, keys and values to ``grads``."""
-    from myriad.kernels.triton import attention_backward
-    from myriad.kernels.triton.launch import launch
-
-    grad, rows, heads = inputs[3], sizes.num_rows, sizes.num_heads
-    products, size = torch.empty_like(logs), 64
-    launch(
-        attention_backward.row_products, (-(-rows // size), sizes.batch * heads),
-        out, grad, products, *out.stride()[:2], *_strides(grad), rows, heads,
-        width=sizes.width, padded=padded_width(sizes.width), size=size,
-    )  # fmt: skip
-    strides = [stride for x in inputs for stride in _strides(x)]
-    size_arguments = rows, heads, sizes.window, sizes.scale / math.log(2), sizes.scale
-    constants = sizes.constants("backward_keys")
-    grid = (-(-rows // constants["key_size"]), sizes.batch * heads // sizes.repeats)
-    arguments = (*strides, *grads[1].stride()[:2], *size_arguments)
-    launch(
-        attention_backward.backward_keys, grid, *inputs, logs, products, *grads[1:], *arguments, **constants
-    )
-    constants = sizes.constants("backward_queries")
-    grid = (-(-rows // constants["query_size"]), sizes.batch * heads)
-    arguments = (*strides, *grads[0].stride()[:2], *size_arguments)
-    launch(
-        attention_backward.backward_queries, grid, *inputs, logs, products, grads[0], *arguments, **constants
-    )
+        products = row_products(out, grad)
+        inputs, found = (q, k, v, grad), (grad_q, grad_k, grad_v)
+        flash_backward(ctx.pieces, inputs, lse, products, found, ctx.how)
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = -((sinks.float()[:, None] - lse).exp_() * products).sum((0, 2)).to(sinks.dtype)
+        return grad_q, grad_k, grad_v, of_sinks, None, None
 
 
 def flash_attention(
@@ -163,11 +238,14 @@ def flash_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     window: int | None = None,
-    scale: float | None = None,
+    how: Scores = Scores(),
+    sinks: torch.Tensor | None = None,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
     """Attend causally to at most the last ``window`` positions: ``[B, S, N, D]`` and twice ``[B, S, K, D]``
-    to ``[B, S, N, D]``. Any strides are allowed. ``scale``: factor of the scores, by default
-    1 / sqrt(D)."""
-    span = min(window or q.shape[1], max(1, q.shape[1]))
-    out: torch.Tensor = _FlashAttention.apply(q, k, v, span, scale or q.shape[3] ** -0.5)
+    to ``[B, S, N, D]``; with ``documents``, inside each document. Any strides are allowed. ``sinks``: score
+    of each head's sink, ``[N]``."""
+    sequence = q.shape[1]
+    pieces = ring_plan(sequence, min(window or sequence, sequence), 0, 1, documents).steps[0]
+    out: torch.Tensor = _FlashAttention.apply(q, k, v, sinks, pieces, how)
     return out

@@ -9,21 +9,34 @@ arXiv 1805.02867):
 
 The backward of a piece gets the joined log-sum-exp and output, so it needs no other piece.
 
-In memory, all tensors are ``[B, S, N, D]``. If no score has a bound and no query sees only some of the keys
-(except those of its own range), the library's kernel computes a piece; else `_scores` do, some queries at a
-time.
+A list of pieces is computed in one of three ways (`choose_pieces`). Triton's kernels compute all of them in
+one launch, and join results in registers. Else each piece is one call of the library's kernel if no score has
+a bound and no query sees only some of the keys (except those of its own range), and otherwise `_scores`, some
+queries at a time.
 
-Legend: B batch, N query heads, K key/value heads, D head size, Q queries, P keys.
+In memory, all tensors are ``[B, S, N, D]``.
+
+Legend: B batch, N query heads, K key/value heads, D head size, Q queries, P keys, S positions of a rank.
 """
 
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 
-from myriad.kernels.attention_choice import Scores
-from myriad.kernels.ring_plan import Piece
+from myriad.kernels.attention_choice import AttentionShape, Scores, choose_pieces
+from myriad.kernels.choice import in_interpreter
+from myriad.kernels.config import Kernels
+from myriad.kernels.ring_plan import Piece, Pieces
 
-__all__ = ["Joined", "piece_backward", "piece_forward", "piece_maxima"]
+__all__ = [
+    "Joined",
+    "PieceGradients",
+    "join_pieces",
+    "piece_backward",
+    "piece_forward",
+    "piece_maxima",
+]
 
 _SCORE_BYTES = 2**25
 """Bytes of scores in memory at a time."""
@@ -39,9 +52,11 @@ class Joined(NamedTuple):
 
     @classmethod
     def nothing(cls, q: torch.Tensor) -> "Joined":
-        """Return the result of no piece for queries ``[B, Q, N, D]``, in float32."""
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-        return cls(torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse)
+        """Return the result of no piece for queries ``[B, Q, N, D]``, in float32. Its log-sum-exp is
+        ``[B, N, Q]`` in memory, as kernels want it."""
+        batch, queries, heads, _ = q.shape
+        lse = torch.full((batch, heads, queries), -torch.inf, dtype=torch.float32, device=q.device)
+        return cls(torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse.transpose(1, 2))
 
     def add(self, piece: Piece, other: "Joined") -> None:
         """Join the result of a piece, in place."""
@@ -52,6 +67,72 @@ class Joined(NamedTuple):
         out *= (lse - finite).exp_().unsqueeze(-1)
         out += other.out * (other.lse - finite).exp_().unsqueeze(-1)
         lse.copy_(joined)
+
+
+def join_pieces(
+    joined: Joined,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pieces: Pieces,
+    how: Scores,
+    kernels: Kernels = "auto",
+) -> None:
+    """Attend from queries ``[B, S, N, D]`` to keys and values ``[B, P, K, D]`` in all pieces of a list, and
+    join the results to ``joined``, of all queries, in place."""
+    if _runs_triton(q, pieces, how, kernels):
+        from myriad.kernels.attention_flash import flash_forward
+
+        flash_forward(pieces, q, k, v, joined.out, joined.lse.transpose(1, 2), how, joins=True)
+        return
+    for piece in pieces:
+        at, of = (piece.rows, piece.queries), (piece.rows, piece.keys)
+        joined.add(piece, piece_forward(q[at], k[of], v[of], piece, how))
+
+
+class PieceGradients:
+    """Adds up the gradients of pieces whose results were joined."""
+
+    def __init__(
+        self, grad: torch.Tensor, q: torch.Tensor, joined: Joined, how: Scores, kernels: Kernels = "auto"
+    ) -> None:
+        """``grad``: of the joined output of queries ``q``, all ``[B, S, N, D]``."""
+        self._grad, self._q, self._joined, self._how, self._kernels = grad, q, joined, how, kernels
+        self.of_queries = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+
+    def add(
+        self,
+        pieces: Pieces,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+    ) -> None:
+        """Add the gradients of a list of pieces with keys and values ``[B, P, K, D]`` to `of_queries`, and to
+        ``of_keys`` and ``of_values``, float32 ``[B, P, K, D]``."""
+        if _runs_triton(self._q, pieces, self._how, self._kernels):
+            from myriad.kernels.attention_flash import flash_backward
+
+            inputs, grads = (self._q, k, v, self._grad), (self.of_queries, of_keys, of_values)
+            flash_backward(pieces, inputs, *self._rows, grads, self._how, adds=True)
+            return
+        grad, q, joined = self._grad, self._q, self._joined
+        for piece in pieces:
+            at, of = (piece.rows, piece.queries), (piece.rows, piece.keys)
+            own = Joined(joined.out[at], joined.lse[at])
+            found = piece_backward(grad[at], q[at], k[of], v[of], own, piece, self._how)
+            for total, place, one in zip(
+                (self.of_queries, of_keys, of_values), (at, of, of), found, strict=True
+            ):
+                total[place] += one
+
+    @cached_property
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-sum-exp, and the product of output and gradient, of each row, ``[B, N, S]``."""
+        from myriad.kernels.attention_flash import row_products
+
+        lse = self._joined.lse.transpose(1, 2).contiguous()
+        return lse, row_products(self._joined.out, self._grad)
 
 
 def piece_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, how: Scores) -> Joined:
@@ -88,8 +169,8 @@ def piece_backward(
     q, k, v = _by_heads(q, k, v)
     causal = not piece.is_full
     grad, out, lse = grad.transpose(1, 2), joined.out.transpose(1, 2), joined.lse.transpose(1, 2)
-    if q.is_cuda:
-        found = _backward_on_gpu(grad, q, k, v, out, lse, scale, causal=causal)
+    if q.is_cuda:  # reads the log-sum-exp as if it were contiguous
+        found = _backward_on_gpu(grad, q, k, v, out, lse.contiguous(), scale, causal=causal)
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale
@@ -133,9 +214,22 @@ def _backward_on_gpu(
     return found
 
 
+def _runs_triton(q: torch.Tensor, pieces: Pieces, how: Scores, kernels: Kernels) -> bool:
+    shape = _shape_of(q, how)
+    return _choose(shape, kernels, cut=pieces.are_cut, num_pieces=len(pieces)).path == "triton"
+
+
 def _is_for_library(q: torch.Tensor, piece: Piece, how: Scores) -> bool:
-    fits = how.softcap is None and (piece.is_full or piece.is_causal)
-    return fits and (q.dtype in (torch.bfloat16, torch.float16) if q.is_cuda else q.device.type == "cpu")
+    return _choose(_shape_of(q, how), "plain", cut=piece.is_cut).path == "library"
+
+
+_choose = lru_cache(maxsize=256)(choose_pieces)
+
+
+def _shape_of(q: torch.Tensor, how: Scores) -> AttentionShape:
+    dtype, capped = str(q.dtype).removeprefix("torch."), how.softcap is not None
+    # pieces of any length are computed alike
+    return AttentionShape(q.device.type, dtype, 0, q.shape[3], interpreted=in_interpreter(), capped=capped)
 
 
 def _by_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -222,7 +316,7 @@ def _scores_backward(
     for rows in _tiles(q, piece):
         scores, slope = _scores(q, k, rows, how)
         lse = joined.lse[:, rows.queries].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
-        shares = (scores - lse.unsqueeze(-1)).exp_()
+        shares = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
         of_out = grad[:, rows.queries].float().unflatten(2, (num_kv_heads, -1))
         out = joined.out[:, rows.queries].float().unflatten(2, (num_kv_heads, -1))
         delta = (of_out * out).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)

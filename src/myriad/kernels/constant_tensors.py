@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["constant_tensor", "constants_kept_in"]
+__all__ = ["constant_tensor", "constants_kept_in", "note_constant"]
 
 _Sizes = ParamSpec("_Sizes")
 _Made = TypeVar("_Made")
@@ -28,12 +28,17 @@ def constant_tensor(make: Callable[_Sizes, _Made]) -> Callable[_Sizes, _Made]:
     @wraps(make)
     def get(*sizes: _Sizes.args, **more: _Sizes.kwargs) -> _Made:
         found = cached(*sizes, **more)
-        for references in _keeping:
-            if not any(found is one for one in references):
-                references.append(found)
+        note_constant(found)
         return found
 
     return get
+
+
+def note_constant(found: object) -> None:
+    """Note the use of a tensor, or of several, that something else caches and that never change."""
+    for references in _keeping:
+        if not any(found is one for one in references):
+            references.append(found)
 
 
 @contextmanager

@@ -26,15 +26,16 @@ In memory, shares are ``[S, 2, B, K, D]``, so that each half is one message.
 Legend: B batch, S sequence positions of a rank, N query heads, K key/value heads, D head size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from myriad.kernels.attention_choice import Scores
-from myriad.kernels.attention_pieces import Joined, piece_backward, piece_forward, piece_maxima
-from myriad.kernels.ring_plan import Message, Piece, RingPlan
+from myriad.kernels.attention_pieces import Joined, PieceGradients, join_pieces, piece_maxima
+from myriad.kernels.config import Kernels
+from myriad.kernels.ring_plan import Message, Pieces, RingPlan
 
 __all__ = ["Ring", "ring_attention"]
 
@@ -90,51 +91,43 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring,
         how: Scores,
         largest: torch.Tensor | None,
+        kernels: Kernels,
     ) -> torch.Tensor:
         kept = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), 1).permute(1, 2, 0, 3, 4)
         joined = Joined.nothing(q)
         for turn in _travelling(kept, plan, ring):
             with ring.block(turn.step) if turn.pieces else nullcontext():
-                for piece in turn.pieces:
-                    keys, values = turn.share[:, piece.rows, piece.keys]
-                    part = q[piece.rows, piece.queries]
-                    if largest is not None:
-                        found = piece_maxima(part, keys, piece, how.factor(q.shape[-1]))
-                        torch.maximum(largest, found, out=largest)
-                    joined.add(piece, piece_forward(part, keys, values, piece, how))
+                keys, values = turn.share
+                if largest is not None:
+                    _raise_to_maxima(largest, q, keys, turn.pieces, how.factor(q.shape[-1]))
+                join_pieces(joined, q, keys, values, turn.pieces, how, kernels)
         if sinks is not None:
             joined = _with_sinks(joined, sinks)
         out = joined.out.to(q.dtype)
         ctx.save_for_backward(q, kept, out, joined.lse, sinks)
-        ctx.plan, ctx.ring, ctx.how = plan, ring, how
+        ctx.plan, ctx.ring, ctx.how, ctx.kernels = plan, ring, how, kernels
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, kept, out, lse, sinks = ctx.saved_tensors
-        grad, grad_q = grads[0].contiguous(), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        grad = grads[0].contiguous()
+        gradients = PieceGradients(grad, q, Joined(out, lse), ctx.how, ctx.kernels)
 
-        def add(step: int, pieces: Sequence[Piece], travelling: torch.Tensor, sums: torch.Tensor) -> None:
+        def add(step: int, pieces: Pieces, travelling: torch.Tensor, sums: torch.Tensor) -> None:
             """Add the gradients of pieces to those of the queries and to ``sums``, those of the keys and
             values."""
             with ctx.ring.block(step) if pieces else nullcontext():
-                for piece in pieces:
-                    keys, values = travelling[:, piece.rows, piece.keys]
-                    at = (piece.rows, piece.queries)
-                    of_queries, of_keys, of_values = piece_backward(
-                        grad[at], q[at], keys, values, Joined(out[at], lse[at]), piece, ctx.how
-                    )
-                    grad_q[at] += of_queries
-                    sums[0, piece.rows, piece.keys] += of_keys
-                    sums[1, piece.rows, piece.keys] += of_values
+                gradients.add(pieces, *travelling, *sums)
 
         walk = _backward_around if ctx.plan.sent is None else _backward_directly
         grad_k, grad_v = walk(kept, ctx.plan, ctx.ring, add).to(q.dtype)
         grad_sinks = None if sinks is None else _gradient_of_sinks(grad, out, lse, sinks)
-        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None
+        of_queries = gradients.of_queries.to(q.dtype)
+        return of_queries, grad_k, grad_v, grad_sinks, None, None, None, None, None
 
 
-_Add = Callable[[int, Sequence[Piece], torch.Tensor, torch.Tensor], None]
+_Add = Callable[[int, Pieces, torch.Tensor, torch.Tensor], None]
 """Adds the gradients of pieces of a step; the keys and values, and the sums of their gradients."""
 
 
@@ -142,7 +135,7 @@ class _Turn(NamedTuple):
     """Pieces that a rank computes next."""
 
     step: int
-    pieces: Sequence[Piece]
+    pieces: Pieces
     share: torch.Tensor
     """Keys and values ``[2, B, P, K, D]``, of which those of the pieces have arrived."""
     complete: int | None = None
@@ -163,7 +156,7 @@ def _travelling(kept: torch.Tensor, plan: RingPlan, ring: Ring) -> Iterator[_Tur
     yield _Turn(0, plan.steps[0], kept)
     for step in range(1, ring.size):
         share, following = rooms[(step - 1) % len(rooms)], rooms[step % len(rooms)]
-        early, across, late = _by_half(plan.steps[step], share.shape[2] // 2)
+        early, across, late = plan.steps[step].by_keys(share.shape[2] // 2)
         coming.pop(0).wait()
         coming.append(_start_keys(0, step, share, following, plan, ring))
         yield _Turn(step, early, share)
@@ -171,13 +164,6 @@ def _travelling(kept: torch.Tensor, plan: RingPlan, ring: Ring) -> Iterator[_Tur
         coming.append(_start_keys(1, step, share, following, plan, ring))
         yield _Turn(step, across, share, complete=0)
         yield _Turn(step, late, share, complete=1)
-
-
-def _by_half(pieces: Sequence[Piece], cut: int) -> tuple[list[Piece], list[Piece], list[Piece]]:
-    """Return the pieces with keys before ``cut`` only, those with keys on both sides, and the others."""
-    early = [piece for piece in pieces if piece.keys.stop <= cut]
-    late = [piece for piece in pieces if piece.keys.start >= cut]
-    return early, [piece for piece in pieces if piece.keys.start < cut < piece.keys.stop], late
 
 
 def _half(share: torch.Tensor, number: int) -> torch.Tensor:
@@ -235,13 +221,13 @@ def _backward_around(kept: torch.Tensor, plan: RingPlan, ring: Ring, add: _Add) 
     """Return the float32 sums of the gradients of this rank's keys and values. Those of a share begin at the
     first rank after its owner."""
     own = torch.zeros_like(kept, dtype=torch.float32)
-    local, first = plan.steps[0], len(plan.steps[0]) // 2
+    first, last = plan.steps[0].halves
     coming: list[_Pending] = []
     arrived, sums = torch.empty_like(own), torch.empty_like(own)
     following = torch.empty_like(own) if ring.size > 2 else own
     for step, pieces, share, complete in _travelling(kept, plan, ring):
         if step == 0:
-            add(0, local[:first], kept, own)
+            add(0, first, kept, own)
             continue
         if complete is None:  # sums arrive where those were that have left
             sums, arrived, following = arrived.zero_(), following, sums
@@ -253,7 +239,7 @@ def _backward_around(kept: torch.Tensor, plan: RingPlan, ring: Ring, add: _Add) 
                     _half(sums, complete).add_(_half(arrived, complete))
             hops = plan.leaving[step].sums[complete], plan.arriving[step].sums[complete]
             coming.append(_start_half(complete, hops, (sums, following), ring, step + 1))
-    add(0, local[first:], kept, own)
+    add(0, last, kept, own)
     for half, pending in enumerate(coming):
         pending.wait()
         if plan.arriving[-1].sums[half]:
@@ -265,10 +251,9 @@ def _backward_directly(kept: torch.Tensor, plan: RingPlan, ring: Ring, add: _Add
     """Return the same sums; those of other ranks return to this one at once."""
     exchange, arrived = _start_messages(kept, plan, ring)
     assert plan.sent is not None, "the plan is of whole shares"
-    local = plan.steps[0]
-    half = len(local) // 2
+    first, last = plan.steps[0].halves
     own = torch.zeros(kept.shape, dtype=torch.float32, device=kept.device)
-    add(0, local[:half], kept, own)
+    add(0, first, kept, own)
     exchange.wait()
     sums = {step: torch.zeros_like(keys, dtype=torch.float32) for step, keys in arrived.items()}
     for step, keys in arrived.items():
@@ -282,12 +267,20 @@ def _backward_directly(kept: torch.Tensor, plan: RingPlan, ring: Ring, add: _Add
         {(ring.rank - step) % ring.size: one for step, one in sums.items()},
         {(ring.rank + step) % ring.size: one for step, one in returned.items()},
     )
-    add(0, local[half:], kept, own)
+    add(0, last, kept, own)
     exchange.wait()
     for step, found in returned.items():
         for part in plan.sent[step].parts:
             own[:, part.rows, part.places] += found[:, part.rows, part.at]
     return own
+
+
+def _raise_to_maxima(
+    largest: torch.Tensor, q: torch.Tensor, k: torch.Tensor, pieces: Pieces, scale: float
+) -> None:
+    for piece in pieces:
+        found = piece_maxima(q[piece.rows, piece.queries], k[piece.rows, piece.keys], piece, scale)
+        torch.maximum(largest, found, out=largest)
 
 
 def _with_sinks(joined: Joined, sinks: torch.Tensor) -> Joined:
@@ -312,11 +305,12 @@ def ring_attention(
     how: Scores = Scores(),
     sinks: torch.Tensor | None = None,
     largest: torch.Tensor | None = None,
+    kernels: Kernels = "auto",
 ) -> torch.Tensor:
     """Attend from this rank's queries ``[B, S, N, D]`` to the keys and values of all ranks, of which it has
     its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``. ``sinks``: score of each head's sink, ``[N]``.
     ``largest``: raised to the largest score of each head, ``[N]``, of this rank's queries. All ranks of the
     ring call it together, and its backward too."""
     # kept for the backward: a view would also keep the keys and values that it was split from
-    mixed: torch.Tensor = _RingAttention.apply(q.contiguous(), k, v, sinks, plan, ring, how, largest)
+    mixed: torch.Tensor = _RingAttention.apply(q.contiguous(), k, v, sinks, plan, ring, how, largest, kernels)
     return mixed

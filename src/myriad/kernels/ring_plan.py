@@ -32,11 +32,11 @@ This module does not import torch, because the planner asks it what travels.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, product
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from myriad.kernels.document_shares import DocumentSharing, Parts, Range, document_parts, merged, part_counts
@@ -48,6 +48,7 @@ __all__ = [
     "Hop",
     "Message",
     "Piece",
+    "Pieces",
     "RingPlan",
     "halves_sent",
     "pairs_of_steps",
@@ -94,6 +95,11 @@ class Piece(NamedTuple):
         return self.offset == 0 and queries == keys and queries <= self.window
 
     @property
+    def is_cut(self) -> bool:
+        """Whether some query sees only some of the keys, apart from those after its own position."""
+        return not (self.is_full or self.is_causal)
+
+    @property
     def num_pairs(self) -> int:
         """Number of pairs of a query and a key that it sees, in each sequence."""
         queries, _ = self.sizes
@@ -105,6 +111,37 @@ class Piece(NamedTuple):
         stop = min(max(0, stop), keys + self.window - 1)
         causal, hidden = min(stop, keys), max(0, stop - self.window)
         return causal * (causal + 1) // 2 + (stop - causal) * keys - hidden * (hidden + 1) // 2
+
+
+class Pieces(tuple[Piece, ...]):
+    """The pieces of a step of a ring, or of any list that is computed together. All have the same window."""
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What was made of these pieces, by all that it also depends on: all layers use it again."""
+        return {}
+
+    @cached_property
+    def are_cut(self) -> bool:
+        """Whether some piece is cut."""
+        return any(piece.is_cut for piece in self)
+
+    @cached_property
+    def halves(self) -> "tuple[Pieces, Pieces]":
+        """The first half of the pieces, and the second."""
+        half = len(self) // 2
+        return Pieces(self[:half]), Pieces(self[half:])
+
+    def by_keys(self, cut: int) -> "tuple[Pieces, Pieces, Pieces]":
+        """Return the pieces with keys before place ``cut`` only, those with keys on both sides, and the
+        others."""
+        found: tuple[Pieces, Pieces, Pieces] | None = self.derived.get(cut)
+        if found is None:
+            early = Pieces(piece for piece in self if piece.keys.stop <= cut)
+            across = Pieces(piece for piece in self if piece.keys.start < cut < piece.keys.stop)
+            late = Pieces(piece for piece in self if piece.keys.start >= cut)
+            found = self.derived[cut] = early, across, late
+        return found
 
 
 def ring_ranges(sequence: int, index: int, size: int) -> tuple[Range, ...]:
@@ -148,7 +185,7 @@ class Hop(NamedTuple):
 class RingPlan(NamedTuple):
     """The pieces of each step of one rank. In step s it has keys of the rank s places before it."""
 
-    steps: tuple[tuple[Piece, ...], ...]
+    steps: tuple[Pieces, ...]
     leaving: tuple[Hop, ...] = ()
     """What it sends around the ring in each step; empty: it sends directly."""
     arriving: tuple[Hop, ...] = ()
@@ -300,7 +337,7 @@ def _plan_around(pieces: Callable[[int, int], list[Piece]], rank: int, seen: _Se
     """Return the plan of a rank around which shares travel. ``pieces``: those of the queries of one rank and
     the keys of another."""
     size = len(seen)
-    steps = tuple(tuple(pieces(rank, (rank - step) % size)) for step in range(size))
+    steps = tuple(Pieces(pieces(rank, (rank - step) % size)) for step in range(size))
     return RingPlan(steps, _hops(rank, seen), _hops((rank - 1) % size, seen))
 
 
@@ -310,12 +347,12 @@ def _direct_plan(pieces: Callable[[int, int], list[Piece]], rank: int, size: int
     steps = [pieces(rank, (rank - step) % size) for step in range(size)]
     sent = [_message(pieces((rank + step) % size, rank))[0] for step in range(1, size)]
     received = [_message(step) for step in steps[1:]]
-    found = (tuple(steps[0]), *(own for _, own in received))
+    found = (Pieces(steps[0]), *(own for _, own in received))
     lengths = (0, *(message.length for message, _ in received))
     return RingPlan(found, sent=(Message(), *sent), received=lengths)
 
 
-def _message(pieces: Sequence[Piece]) -> tuple[Message, tuple[Piece, ...]]:
+def _message(pieces: Sequence[Piece]) -> tuple[Message, Pieces]:
     """Return the keys that the pieces need of another rank's share, and the pieces with their places in that
     message. Pieces of a sequence are consecutive."""
     parts: list[MessagePart] = []
@@ -335,7 +372,7 @@ def _message(pieces: Sequence[Piece]) -> tuple[Message, tuple[Piece, ...]]:
             shift = places[at] - ranges[at][0]
             keys = slice(piece.keys.start + shift, piece.keys.stop + shift)
             found.append(piece._replace(keys=keys))
-    return Message(tuple(parts), length), tuple(found)
+    return Message(tuple(parts), length), Pieces(found)
 
 
 def _placed(ranges: Sequence[Range]) -> Parts:

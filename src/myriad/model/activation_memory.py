@@ -291,7 +291,7 @@ def _attention_bytes(
     if softmax_block is not None:
         softmax = model.heads * _mean_keys(model, layer, softmax_block)
         return (2 * queries + 2 * keys + softmax) * bytes_per_value / tp + extra
-    if model.has_capped_scores:  # the backward attends again; FlexAttention keeps a float32 a query
+    if model.has_capped_scores:  # the backward attends again; kernels of a GPU keep a float32 a query
         return (2 * queries + 2 * keys) * bytes_per_value / tp + extra
     kind = _attention_kind(model, layer)
     turned = model.layer_rotary(layer) is not None and model.latent is None

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from myriad.kernels.attention_choice import Scores
+from myriad.kernels.config import Kernels
 from myriad.kernels.document_shares import document_parts
 from myriad.kernels.documents import Documents
 from myriad.kernels.ring_attention import Ring, ring_attention
@@ -167,6 +168,7 @@ def attend_in_context(
     sinks: torch.Tensor | None = None,
     documents: Documents | None = None,
     largest: torch.Tensor | None = None,
+    kernels: Kernels = "auto",
 ) -> torch.Tensor:
     """Attend from this rank's queries ``[B, S, N, D]`` to keys and values of the whole sequence, of which it
     has its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``. ``largest``: of `ring_attention`; heads that the
@@ -175,7 +177,7 @@ def attend_in_context(
     num_columns, ring = peers.ulysses, peers.ring
     plan = ring_plan(share.sequence, window, ring.rank, ring.size, documents)
     if num_columns == 1:
-        return ring_attention(q, k, v, plan, ring, how, sinks, largest)
+        return ring_attention(q, k, v, plan, ring, how, sinks, largest, kernels)
     copies = max(1, num_columns // k.shape[2])
     if copies > 1:
         k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
@@ -186,6 +188,6 @@ def attend_in_context(
     own_sinks, own_largest = (
         None if one is None else one.unflatten(0, (num_columns, -1))[peers.column] for one in (sinks, largest)
     )
-    mixed = ring_attention(q, k, v, plan, ring, how, own_sinks, own_largest)
+    mixed = ring_attention(q, k, v, plan, ring, how, own_sinks, own_largest, kernels)
     back = peers.exchange(mixed.unflatten(1, (num_columns, -1)).transpose(0, 1))
     return back.permute(1, 2, 0, 3, 4).flatten(2, 3)

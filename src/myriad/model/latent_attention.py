@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
             assert self._peers is not None, "only ranks of a group have shares"
             heads = split_heads(joined, self.shape, None, self.kernels)
             largest = self.largest_scores if self.training else None
-            how = (None, self.scores, None, documents, largest)
+            how = (None, self.scores, None, documents, largest, self.kernels)
             mixed = attend_in_context(heads, self._peers, share, *how).flatten(2)
             return without_padding(mixed, self.num_heads, self.sizes.value)
         if self.largest_scores is not None and self.training:

@@ -124,7 +124,7 @@ class Attention(nn.Module):
             assert self._peers is not None, "only ranks of a group have shares"
             heads = split_heads(fused, self.shape, turns, self.kernels)
             largest = self.largest_scores if self.training else None
-            how = (self.window, self.scores, self.sinks, documents, largest)
+            how = (self.window, self.scores, self.sinks, documents, largest, self.kernels)
             return attend_in_context(heads, self._peers, share, *how).flatten(2)
         if self.largest_scores is not None and self.training:
             q, k, _ = split_heads(fused.detach(), self.shape, turns, self.kernels)

@@ -25,7 +25,12 @@ from myriad.comm.node_order import grid_rank
 from myriad.errors import BadInputError
 from myriad.job import Job, work_of
 from myriad.job.job_steps import JobSteps
-from myriad.kernels.attention_choice import AttentionShape, check_attention, fallback_attention
+from myriad.kernels.attention_choice import (
+    AttentionShape,
+    check_attention,
+    fallback_attention,
+    fallback_pieces,
+)
 from myriad.kernels.choice import check_kernels, fallback, has_triton, in_interpreter
 from myriad.kernels.config import Kernels
 from myriad.optim.config import float8_scaling
@@ -251,7 +256,9 @@ def choose_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[s
     )
     check_kernels(asked, kind, name, model.kernel_widths)
     check_attention(asked, shape)
-    lines = [fallback(asked, kind, name, model.kernel_widths), fallback_attention(asked, shape)]
+    in_ring = fallback_pieces(asked, shape._replace(capped=model.attention_softcap is not None))
+    of_attention = in_ring if job.layout.cp > 1 else fallback_attention(asked, shape)
+    lines = [fallback(asked, kind, name, model.kernel_widths), of_attention]
     scaling = float8_scaling(job.train.precision)
     without = kind == "cpu" or asked == "plain" or not has_triton()
     if (scaling == "blocks" and without) or (scaling == "tensor" and kind == "cpu"):

@@ -66,6 +66,8 @@ STEPS: dict[str, StepCase] = {
     ),
     "one-early": StepCase(Layout(), _SMALL, optimizer=_UNCLIPPED, overlap=_EARLY),
     "one-window-parallel": StepCase(Layout(), _model(window=64, block="parallel")),
+    "cp2": StepCase(Layout(cp=2), _SMALL),
+    "cp2-window-softcap": StepCase(Layout(cp=2), _model(window=64, attention_softcap=30.0)),
     "zero1-lamb-selective": StepCase(Layout(dp=4, zero=1, recompute="selective"), _SMALL, optimizer=_LAMB),
     "zero2-each-blocks": StepCase(
         Layout(dp=4, zero=2, reduce="each"), _SMALL, "float8-blocks", micro_batches=2

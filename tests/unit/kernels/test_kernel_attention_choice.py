@@ -19,7 +19,10 @@ from myriad.kernels.attention_choice import (
     Scores,
     check_attention,
     choose_attention,
+    choose_inside_documents,
+    choose_pieces,
     fallback_attention,
+    fallback_pieces,
     hindrance,
     read_times,
 )
@@ -58,6 +61,33 @@ def test_a_window_on_a_gpu_goes_by_a_kernel_that_skips_what_it_leaves_out(instal
     assert bool(fallback_attention("auto", shape)) is not installed
     assert choose_attention(HOPPER._replace(window=8192)).path == "cudnn"
     assert choose_attention(HOPPER._replace(deterministic=True)).path == "sdpa"
+
+
+def test_ranks_on_gpus_that_share_sequences_launch_many_or_cut_pieces_as_one(installed: bool) -> None:
+    """Whole and causal pieces of whole sequences, of which a step has few, are the library's."""
+    wide, bounded = HOPPER._replace(dtype="float32"), HOPPER._replace(capped=True)
+    assert choose_pieces(HOPPER, num_pieces=4).path == "library"
+    assert choose_pieces(HOPPER, num_pieces=100).path == ("triton" if installed else "library")
+    assert choose_pieces(HOPPER, "plain", num_pieces=100).path == "library"
+    for shape, cut in ((wide, False), (bounded, False), (HOPPER, True), (HOPPER._replace(width=20), False)):
+        able = installed and shape.width == 128
+        assert choose_pieces(shape, cut=cut).path == ("triton" if able else "scores")
+        assert choose_pieces(shape, "plain", cut=cut).path == "scores"
+        assert bool(fallback_pieces("auto", shape._replace(window=512 if cut else None))) is not able
+    host = AttentionShape("cpu", "float32", 256, 64, interpreted=True)
+    assert choose_pieces(host).path == "library" and choose_pieces(host, cut=True).path == "scores"
+    assert choose_pieces(host, "triton").path == ("triton" if installed else "library")
+
+
+def test_documents_and_bounded_scores_on_a_gpu_need_no_other_call(installed: bool) -> None:
+    """What the library has no call for is Triton's."""
+    bounded = HOPPER._replace(capped=True)
+    assert choose_attention(bounded).path == ("triton" if installed else "scores")
+    assert choose_attention(bounded._replace(device="cpu", interpreted=True)).path == "scores"
+    assert choose_inside_documents(HOPPER, "auto") == "varlen"
+    for shape in (bounded, HOPPER._replace(dtype="float32"), HOPPER._replace(deterministic=True)):
+        assert choose_inside_documents(shape, "auto") == ("triton" if installed else "")
+        assert choose_inside_documents(shape._replace(device="cpu"), "auto") == ""
 
 
 def test_what_triton_cannot_do_is_refused_when_asked_to_insist(installed: bool) -> None:

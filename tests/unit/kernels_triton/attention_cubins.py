@@ -1,5 +1,9 @@
 """Compiles the attention kernels for sm_90, without a GPU: a line of JSON for each. Run by
-test_triton_cubins.py in a process of its own, for Triton's interpreter must be off."""
+test_triton_cubins.py in a process of its own, for Triton's interpreter must be off.
+
+python attention_cubins.py backward_keys:128:bfloat16 backward_keys:128:bfloat16:pieces
+
+``pieces``: of ranks that share sequences, with a bound of scores; results are added to earlier ones."""
 
 import json
 import re
@@ -15,26 +19,32 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from myriad.kernels.attention_flash import Sizes
+from myriad.kernels.attention_choice import Scores
+from myriad.kernels.attention_flash import FlashCall
 from myriad.kernels.triton import attention_backward, attention_forward
 
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
-def compiled(name: str, width: int, dtype: torch.dtype) -> dict[str, Any]:
+def compiled(name: str, width: int, dtype: torch.dtype, *, pieces: bool) -> dict[str, Any]:
     """One kernel, as it would be launched for rows of that head size and type."""
-    constants = Sizes(1, 2048, 16, 2, width, 512, dtype, width**-0.5).constants(name)
+    how = Scores(softcap=50.0 if pieces else None)
+    constants = FlashCall(width, 2, dtype, how, adds=pieces).constants(name)
+    constants |= {"has_sinks": not pieces} if name == "forward" else {}
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
     kernel = getattr(attention_forward if name == "forward" else attention_backward, name)
     signature, attributes = {}, {}
+    results = ("out_pointer", "grad_q_pointer", "grad_k_pointer", "grad_v_pointer") if pieces else ()
     for index, argument in enumerate(kernel.arg_names):
-        floats = argument in ("logs_pointer", "products_pointer")
+        floats = argument in ("logs_pointer", "products_pointer", *results)
         if argument in constants:
             signature[argument] = "constexpr"
+        elif argument in ("tiles_pointer", "ranges_pointer"):
+            signature[argument] = "*i32"
         elif argument.endswith("_pointer"):
             signature[argument] = "*fp32" if floats else _TYPES[dtype]
         else:
-            signature[argument] = "fp32" if argument.endswith("scale") else "i32"
+            signature[argument] = "fp32" if argument.endswith(("scale", "gain")) else "i32"
         if (signature[argument] == "i32" and argument not in ("window", "num_heads")) or "*" in signature[
             argument
         ]:
@@ -45,6 +55,7 @@ def compiled(name: str, width: int, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "kernel": name,
         "width": width,
+        "pieces": pieces,
         "shared_bytes": made.metadata.shared,
         "registers": registers,
         "stack_bytes": stack,
@@ -65,5 +76,6 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 if __name__ == "__main__":
     for line in sys.argv[1:]:
-        name, width, dtype = line.split(":")
-        print(json.dumps(compiled(name, int(width), getattr(torch, dtype))), flush=True)
+        name, width, dtype, *more = line.split(":")
+        found = compiled(name, int(width), getattr(torch, dtype), pieces=more == ["pieces"])
+        print(json.dumps(found), flush=True)

@@ -20,7 +20,7 @@ from myriad.kernels.triton import attention_tiles
 def move_kernel(source, target, stride):
     rows, columns = tl.arange(0, 4), tl.arange(0, 16)
     values = attention_tiles.load(source, rows, stride, columns, 4, 16, 16, False, False)
-    attention_tiles.store(target, values, rows, stride, columns, 4, 16)
+    attention_tiles.store(target, values, rows, stride, columns, 4, 16, False)
 
 
 def test_rows_that_lie_billions_of_values_apart_are_found() -> None:

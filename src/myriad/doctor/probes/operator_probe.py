@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from myriad.doctor.diagnosis import Reading
-from myriad.kernels.attention_choice import AttentionShape, choose_attention
+from myriad.kernels.attention_choice import AttentionShape, choose_attention, choose_pieces
 from myriad.kernels.choice import explain
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ def check_operators(device: str) -> Iterator[Reading]:
         path = choose_attention(shape)
         name = f"attention, {what}"
         yield Reading(name=name, value=path.path, note=f"{path.why}; 4,096 tokens", advisory=True)
+        pieces = choose_pieces(shape, cut=window is not None)
+        name = f"attention in a ring, {what}"
+        yield Reading(name=name, value=pieces.path, note=pieces.why, advisory=True)
 
 
 def try_operators(device: "torch.device") -> Iterator[Reading]:

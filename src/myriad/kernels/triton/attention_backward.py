@@ -1,8 +1,9 @@
 """Gradients of `attention_forward`: the scores are recomputed from the kept logarithms of the softmax's sums.
 
-The backward passes over the blocks twice. The first pass has a program for each block of keys, with all query
+The backward passes over the pairs twice. The first pass has a program for each tile of keys, with all query
 heads that share it. So it needs no atomic additions and gives the same bits every time. The second pass has a
-program for each block of queries.
+program for each tile of queries. Logarithms and output are those of the whole softmax, so pieces of it need
+nothing of each other.
 
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """
@@ -12,7 +13,16 @@ Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 import triton
 import triton.language as tl
 
-from myriad.kernels.triton.attention_tiles import load, sees, store
+from myriad.kernels.triton.attention_tiles import (
+    LN_2,
+    bounded,
+    load,
+    range_at,
+    sees,
+    store,
+    tile_at,
+    whole_blocks,
+)
 
 __all__ = ["backward_keys", "backward_queries", "row_products"]
 
@@ -56,40 +66,45 @@ def _meet_queries(
     products_base,
     q_row,
     grad_row,
-    keys,
+    places,
     begin,
     end,
+    stop,
     window,
-    num_rows,
     scale,
+    gain,
     width: tl.constexpr,
     padded: tl.constexpr,
     size: tl.constexpr,
     masked: tl.constexpr,
+    capped: tl.constexpr,
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Process the blocks of queries of one head from ``begin`` to ``end``. Scores are keys by queries."""
+    """Process the blocks of queries of one head from ``begin`` to ``end``; there are none from ``stop`` on.
+    ``places``: of the keys among the queries. Scores are keys by queries."""
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         queries = start + tl.arange(0, size)
-        q = load(q_base, queries, q_row, columns, num_rows, width, padded, masked, upcast)
+        q = load(q_base, queries, q_row, columns, stop, width, padded, masked, upcast)
         if masked:
-            inside = queries < num_rows
-            logs = tl.load(logs_base + queries, mask=inside, other=0.0)
+            inside = queries < stop
+            logs = tl.load(logs_base + queries, mask=inside, other=0.0) / LN_2
             products = tl.load(products_base + queries, mask=inside, other=0.0)
         else:
-            logs = tl.load(logs_base + queries)
+            logs = tl.load(logs_base + queries) / LN_2
             products = tl.load(products_base + queries)
-        scores = tl.dot(k, tl.trans(q), input_precision=precision) * scale
-        shares = tl.exp2(scores - logs[None, :])
+        scores = bounded(tl.dot(k, tl.trans(q), input_precision=precision), scale, capped)
+        shares = tl.exp2(scores * gain - logs[None, :])
         if masked:
-            seen = sees(queries[None, :], keys[:, None], window, num_rows) & (queries < num_rows)[None, :]
+            seen = sees(queries[None, :] - places[:, None], window) & (queries < stop)[None, :]
             shares = tl.where(seen, shares, 0.0)
-        grad = load(grad_base, queries, grad_row, columns, num_rows, width, padded, masked, upcast)
+        grad = load(grad_base, queries, grad_row, columns, stop, width, padded, masked, upcast)
         grad_v = tl.dot(shares.to(grad.dtype), grad, grad_v, input_precision=precision)
         grad_shares = tl.dot(v, tl.trans(grad), input_precision=precision)
         grad_scores = shares * (grad_shares - products[None, :])
+        if capped:
+            grad_scores = grad_scores * (1.0 - scores * scores)
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=precision)
     return grad_k, grad_v
 
@@ -104,6 +119,8 @@ def backward_keys(
     products_pointer,
     grad_k_pointer,
     grad_v_pointer,
+    tiles_pointer,
+    ranges_pointer,
     q_batch,
     q_row,
     q_head,
@@ -122,53 +139,63 @@ def backward_keys(
     num_heads,
     window,
     scale,
+    gain,
     natural_scale,
     repeats: tl.constexpr,
     width: tl.constexpr,
     padded: tl.constexpr,
     query_size: tl.constexpr,
     key_size: tl.constexpr,
+    capped: tl.constexpr,
+    adds: tl.constexpr,
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Compute the gradients of keys and values ``[B, S, K, D]``, with one program per block of keys and
-    key/value head."""
-    first, num_kv_heads = tl.program_id(0) * key_size, num_heads // repeats
-    batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    """Compute the gradients of keys and values ``[B, S, K, D]``, with one program per tile of keys and
+    key/value head; if ``adds``, add them to what is there."""
+    batch, first, end, range_begin, range_end = tile_at(tiles_pointer)
+    kv_head = tl.program_id(1).to(tl.int64)
     keys, columns = first + tl.arange(0, key_size), tl.arange(0, padded)
     k_base = k_pointer + batch * k_batch + kv_head * k_head
     v_base = v_pointer + batch * v_batch + kv_head * v_head
-    k = load(k_base, keys, k_row, columns, num_rows, width, padded, True, upcast)
-    v = load(v_base, keys, v_row, columns, num_rows, width, padded, True, upcast)
+    k = load(k_base, keys, k_row, columns, end, width, padded, True, upcast)
+    v = load(v_base, keys, v_row, columns, end, width, padded, True, upcast)
     grad_k = tl.zeros([key_size, padded], tl.float32)
     grad_v = tl.zeros([key_size, padded], tl.float32)
-    # queries that see some of the keys, and queries that see all of them
-    begin = first // query_size * query_size
-    end = tl.minimum(num_rows, first + key_size - 1 + window)
-    all_begin = tl.minimum(tl.cdiv(first + key_size - 1, query_size) * query_size, end)
-    all_end = tl.maximum(all_begin, tl.minimum(first + window, num_rows) // query_size * query_size)
-    for repeat in range(repeats):
-        head = kv_head * repeats + repeat
-        q_base = q_pointer + batch * q_batch + head * q_head
-        grad_base = grad_pointer + batch * grad_batch + head * grad_head
-        flat = (batch * num_heads + head) * num_rows
-        logs_base, products_base = logs_pointer + flat, products_pointer + flat
-        grad_k, grad_v = _meet_queries(
-            grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, keys, begin,
-            all_begin, window, num_rows, scale, width, padded, query_size, True, upcast, precision,
-        )  # fmt: skip
-        grad_k, grad_v = _meet_queries(
-            grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, keys,
-            all_begin, all_end, window, num_rows, scale, width, padded, query_size, False, upcast, precision,
-        )  # fmt: skip
-        grad_k, grad_v = _meet_queries(
-            grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, keys, all_end,
-            end, window, num_rows, scale, width, padded, query_size, True, upcast, precision,
-        )  # fmt: skip
+    for number in range(range_begin, range_end):
+        start, stop, shift = range_at(ranges_pointer, number)
+        # queries that see some of the keys, and queries that see all of them
+        begin = tl.maximum(start, first - shift)
+        last = tl.minimum(stop, end - 1 - shift + window)
+        all_begin = tl.maximum(start, end - 1 - shift)
+        all_begin, all_end = whole_blocks(
+            begin, all_begin, tl.minimum(stop, first - shift + window), last, query_size
+        )
+        places = keys - shift
+        for repeat in range(repeats):
+            head = kv_head * repeats + repeat
+            q_base = q_pointer + batch * q_batch + head * q_head
+            grad_base = grad_pointer + batch * grad_batch + head * grad_head
+            flat = (batch * num_heads + head) * num_rows
+            logs_base, products_base = logs_pointer + flat, products_pointer + flat
+            grad_k, grad_v = _meet_queries(
+                grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, places,
+                begin, all_begin, stop, window, scale, gain, width, padded, query_size, True, capped, upcast,
+                precision,
+            )  # fmt: skip
+            grad_k, grad_v = _meet_queries(
+                grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, places,
+                all_begin, all_end, stop, window, scale, gain, width, padded, query_size, False, capped,
+                upcast, precision,
+            )  # fmt: skip
+            grad_k, grad_v = _meet_queries(
+                grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, places,
+                all_end, last, stop, window, scale, gain, width, padded, query_size, True, capped, upcast,
+                precision,
+            )  # fmt: skip
     target = batch * out_batch + kv_head * width
-    store(grad_k_pointer + target, grad_k * natural_scale, keys, out_row, columns, num_rows, width)
-    store(grad_v_pointer + target, grad_v, keys, out_row, columns, num_rows, width)
+    store(grad_k_pointer + target, grad_k * natural_scale, keys, out_row, columns, end, width, adds)
+    store(grad_v_pointer + target, grad_v, keys, out_row, columns, end, width, adds)
 
 
 @triton.jit
@@ -182,29 +209,36 @@ def _meet_keys(
     v_base,
     k_row,
     v_row,
-    queries,
+    places,
     begin,
     end,
+    stop,
     window,
-    num_rows,
     scale,
+    gain,
     width: tl.constexpr,
     padded: tl.constexpr,
     size: tl.constexpr,
     masked: tl.constexpr,
+    capped: tl.constexpr,
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
+    """Process the blocks of keys from ``begin`` to ``end``, as `attention_forward` does."""
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         keys = start + tl.arange(0, size)
-        k = load(k_base, keys, k_row, columns, num_rows, width, padded, masked, upcast)
-        v = load(v_base, keys, v_row, columns, num_rows, width, padded, masked, upcast)
-        shares = tl.exp2(tl.dot(q, tl.trans(k), input_precision=precision) * scale - logs[:, None])
+        k = load(k_base, keys, k_row, columns, stop, width, padded, masked, upcast)
+        v = load(v_base, keys, v_row, columns, stop, width, padded, masked, upcast)
+        scores = bounded(tl.dot(q, tl.trans(k), input_precision=precision), scale, capped)
+        shares = tl.exp2(scores * gain - logs[:, None])
         if masked:
-            shares = tl.where(sees(queries[:, None], keys[None, :], window, num_rows), shares, 0.0)
+            seen = sees(places[:, None] - keys[None, :], window) & (keys < stop)[None, :]
+            shares = tl.where(seen, shares, 0.0)
         grad_shares = tl.dot(grad, tl.trans(v), input_precision=precision)
         grad_scores = shares * (grad_shares - products[:, None])
+        if capped:
+            grad_scores = grad_scores * (1.0 - scores * scores)
         grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=precision)
     return grad_q
 
@@ -218,6 +252,8 @@ def backward_queries(
     logs_pointer,
     products_pointer,
     grad_q_pointer,
+    tiles_pointer,
+    ranges_pointer,
     q_batch,
     q_row,
     q_head,
@@ -236,47 +272,54 @@ def backward_queries(
     num_heads,
     window,
     scale,
+    gain,
     natural_scale,
     repeats: tl.constexpr,
     width: tl.constexpr,
     padded: tl.constexpr,
     query_size: tl.constexpr,
     key_size: tl.constexpr,
+    capped: tl.constexpr,
+    adds: tl.constexpr,
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Compute the gradient of the queries ``[B, S, N, D]``; programs as in `forward`."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
-    first = block * query_size
+    """Compute the gradient of the queries ``[B, S, N, D]``; programs as in `forward`. If ``adds``, add it to
+    what is there."""
+    batch, first, end, range_begin, range_end = tile_at(tiles_pointer)
+    head = tl.program_id(1).to(tl.int64)
     queries, columns = first + tl.arange(0, query_size), tl.arange(0, padded)
     k_base = k_pointer + batch * k_batch + (head // repeats) * k_head
     v_base = v_pointer + batch * v_batch + (head // repeats) * v_head
     q_base = q_pointer + batch * q_batch + head * q_head
     grad_base = grad_pointer + batch * grad_batch + head * grad_head
-    q = load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
-    grad = load(grad_base, queries, grad_row, columns, num_rows, width, padded, True, upcast)
-    flat = tl.program_id(1).to(tl.int64) * num_rows
-    inside = queries < num_rows
-    logs = tl.load(logs_pointer + flat + queries, mask=inside, other=0.0)
+    q = load(q_base, queries, q_row, columns, end, width, padded, True, upcast)
+    grad = load(grad_base, queries, grad_row, columns, end, width, padded, True, upcast)
+    flat = (batch * num_heads + head) * num_rows
+    inside = queries < end
+    logs = tl.load(logs_pointer + flat + queries, mask=inside, other=0.0) / LN_2
     products = tl.load(products_pointer + flat + queries, mask=inside, other=0.0)
     grad_q = tl.zeros([query_size, padded], tl.float32)
-    begin = tl.maximum(0, first - window + 1) // key_size * key_size
-    end = tl.minimum(first + query_size, num_rows)
-    all_begin = tl.cdiv(tl.maximum(0, first + query_size - window), key_size) * key_size
-    all_begin = tl.minimum(tl.maximum(begin, all_begin), end)
-    all_end = tl.maximum(all_begin, first // key_size * key_size)
-    grad_q = _meet_keys(
-        grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, queries, begin, all_begin, window,
-        num_rows, scale, width, padded, key_size, True, upcast, precision,
-    )  # fmt: skip
-    grad_q = _meet_keys(
-        grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, queries, all_begin, all_end, window,
-        num_rows, scale, width, padded, key_size, False, upcast, precision,
-    )  # fmt: skip
-    grad_q = _meet_keys(
-        grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, queries, all_end, end, window,
-        num_rows, scale, width, padded, key_size, True, upcast, precision,
-    )  # fmt: skip
+    for number in range(range_begin, range_end):
+        start, stop, shift = range_at(ranges_pointer, number)
+        begin = tl.maximum(start, first + shift - window + 1)
+        last = tl.minimum(stop, end + shift)
+        all_begin = tl.maximum(start, end + shift - window)
+        all_begin, all_end = whole_blocks(
+            begin, all_begin, tl.minimum(stop, first + shift + 1), last, key_size
+        )
+        places = queries + shift
+        grad_q = _meet_keys(
+            grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, places, begin, all_begin, stop,
+            window, scale, gain, width, padded, key_size, True, capped, upcast, precision,
+        )  # fmt: skip
+        grad_q = _meet_keys(
+            grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, places, all_begin, all_end, stop,
+            window, scale, gain, width, padded, key_size, False, capped, upcast, precision,
+        )  # fmt: skip
+        grad_q = _meet_keys(
+            grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, places, all_end, last, stop,
+            window, scale, gain, width, padded, key_size, True, capped, upcast, precision,
+        )  # fmt: skip
     target = grad_q_pointer + batch * out_batch + head * width
-    store(target, grad_q * natural_scale, queries, out_row, columns, num_rows, width)
+    store(target, grad_q * natural_scale, queries, out_row, columns, end, width, adds)
