@@ -11,8 +11,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from myriad.kernels.attention import attention_reference
+from myriad.kernels.attention import attention, attention_reference
+from myriad.kernels.attention_blocks import Heads
+from myriad.kernels.attention_choice import Scores
 from myriad.kernels.attention_flash import flash_attention
+from myriad.kernels.documents import Documents
+from myriad.kernels.rotary import Rotary, rotary_turns
 from myriad.kernels.triton import attention_tiles
 
 
@@ -42,12 +46,12 @@ def values(batch: int, sequence: int, heads: int, kv_heads: int, width: int, dty
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def both(q, k, v, grad, window):
+def both(q, k, v, grad, window, how=Scores(), sinks=None):
     """Output and gradients of the kernel, and of the formula in float32."""
     found = []
     for function, dtype in ((flash_attention, q.dtype), (attention_reference, torch.float32)):
-        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        out = function(*inputs, window)
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, sinks) if x is not None]
+        out = function(*inputs[:3], window, how, *inputs[3:])
         out.backward(grad.to(dtype))
         found.append([out.detach().float(), *(x.grad.float() for x in inputs)])
     return zip(*found, strict=True)
@@ -59,10 +63,13 @@ def both(q, k, v, grad, window):
     window=st.integers(1, 120) | st.none(),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
     batch=st.integers(1, 2),
+    how=st.sampled_from([Scores(), Scores(0.2, softcap=2.0)]),
+    has_sinks=st.booleans(),
 )
-def test_any_length_window_and_sharing_of_keys(sequence, window, heads, batch) -> None:
+def test_any_length_window_and_sharing_of_keys(sequence, window, heads, batch, how, has_sinks) -> None:
     q, k, v, grad = values(batch, sequence, *heads, 64, torch.float32)
-    for found, expected in both(q, k, v, grad, window):
+    sinks = torch.linspace(-1, 2, heads[0]) if has_sinks else None
+    for found, expected in both(q, k, v, grad, window, how, sinks):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
 
 
@@ -82,6 +89,19 @@ def test_memory_that_lies_otherwise() -> None:
     for queries in (q, crosswise):
         for found, expected in both(queries, k, v, torch.randn(2, 2, 40, 64).transpose(1, 2), 9):
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
+
+
+def test_packed_documents_attend_as_they_do_regrouped() -> None:
+    fused, heads, lengths = torch.randn(2, 40, 4 * 16), Heads(2, 1, 16), [[30, 1, 9], [40]]
+    positions = torch.tensor([[at for length in row for at in range(length)] for row in lengths])
+    turns, found = rotary_turns(Rotary(1e4, 16), 40, fused.device), []
+    for kernels in ("triton", "plain"):
+        x, sinks = fused.clone().requires_grad_(), torch.tensor([0.5, -1.0], requires_grad=True)
+        how, documents = Scores(softcap=3.0), Documents(positions, lengths)
+        out = attention(x, heads, 12, turns, kernels, how, sinks, documents)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), (x, sinks))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-4)
 
 
 def test_nothing_gives_nothing() -> None:
