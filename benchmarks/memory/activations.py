@@ -130,7 +130,7 @@ def formula(
     dtype: torch.dtype,
     recompute: Recompute,
     ep: int = 1,
-    whole_experts: bool = False,
+    etp: int | None = None,
     expert_load: float = 1.0,
     context: tuple[int, int] = (1, 1),
 ) -> float:
@@ -144,7 +144,7 @@ def formula(
     in_blocks = in_blocks and context == (1, 1)
     keys: dict[str, Any] = {"tp": tp, "bytes_per_value": dtype.itemsize, "recompute": recompute}
     keys |= {"softmax_block": BLOCK if in_blocks else None, "context": context}
-    of_experts: dict[str, Any] = {"ep": ep, "whole_experts": whole_experts, "expert_load": expert_load}
+    of_experts: dict[str, Any] = {"ep": ep, "etp": etp, "expert_load": expert_load}
     per_token = kept_bytes_per_token(model, kind, index - 1, **keys, **of_experts)
     held = BATCH * model.sequence * per_token
     return round(held + kept_bytes_per_micro_batch(model, kind, index - 1, **keys))

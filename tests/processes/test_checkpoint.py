@@ -88,7 +88,8 @@ MOVES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (GPT2, {"pp": 2, "tp": 2, "virtual_stages": 3, "micro_batch": 6}, {"dp": 3, "zero": 0}),
     (MUON, {"dp": 2, "zero": 1}, {"tp": 2, "pp": 2, "micro_batch": 2}),
     (EXPERTS, {"dp": 4, "tp": 2, "ep": 2, "etp": 1, "zero": 2, "shard_group": 2}, {"dp": 3, "zero": 1}),
-    (EXPERTS, {"dp": 2}, {"dp": 4, "ep": 2, "zero": 3, "shard_group": 2}),
+    (EXPERTS, {"tp": 4, "ep": 4, "etp": 1, "micro_batch": 2}, {"dp": 2, "tp": 4, "etp": 2, "zero": 3}),
+    (EXPERTS | {"bias": True}, {"tp": 4, "ep": 2, "etp": 2, "micro_batch": 2}, {"tp": 4, "micro_batch": 4}),
 ]
 
 

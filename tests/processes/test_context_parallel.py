@@ -47,7 +47,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any], bool]] = [
         True,
     ),
     ("granite-sinks", "muon", {"cp": 4, "ulysses": 2, "zero": 1}, True),
-    ("experts", "adamw", {"cp": 2, "tp": 2, "ep": 4, "etp": 1, "micro_batch": 2}, False),
+    ("experts", "adamw", {"cp": 2, "tp": 4, "ep": 4, "etp": 2, "micro_batch": 2}, False),
     ("experts", "muon", {"cp": 2, "pp": 2, "ep": 2, "zero": 2}, False),
     ("few-kv-heads", "adamw", {"cp": 4, "ulysses": 4, "dp": 2, "zero": 1, "shard_group": 4}, False),
 ]

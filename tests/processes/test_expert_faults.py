@@ -216,7 +216,7 @@ def only_two_experts_are_chosen() -> None:
     "layout",
     [
         {"dp": 2, "ep": 2, "zero": 3},
-        {"tp": 2, "ep": 2, "etp": 1},
+        {"tp": 4, "ep": 2, "etp": 2},
         {"dp": 4, "ep": 4, "zero": 1, "expert_dispatch": "node"},
     ],
     ids=str,

@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-def generated(cases: list[Case]) -> list[tuple[list[str], list[str]]]:
+def generated(cases: list[Case], prompts: list[tuple[str, Generation]]) -> list[tuple[list[str], list[str]]]:
     """What one rank generates of each case: with caches, and without."""
     found = []
     for case in cases:
@@ -44,7 +44,7 @@ def generated(cases: list[Case]) -> list[tuple[list[str], list[str]]]:
         each = case.global_batch // engine.layout.dp
         rows = range(each * engine.groups.grid.index("dp"), each * (engine.groups.grid.index("dp") + 1))
         batches = WindowBatches(MODEL["sequence"], case.global_batch, rows, torch.device("cpu"))
-        scorer = LayoutScorer([], PROMPTS, TOKENIZER, MODEL["sequence"], batches, 40)
+        scorer = LayoutScorer([], prompts, TOKENIZER, MODEL["sequence"], batches, 40)
         cached = scorer.results(engine)
         engine.reader = None
         plain = scorer.results(engine)
@@ -56,12 +56,22 @@ def generated(cases: list[Case]) -> list[tuple[list[str], list[str]]]:
 
 
 def test_ranks_with_and_without_caches_generate_the_texts_of_one_process() -> None:
-    cases = [replace(case, model=MODEL | case.model, global_batch=4) for case in CASES]
-    found = run_ranks(2, generated, cases)
+    assert_texts_of_one_process(2, CASES, PROMPTS)
+
+
+def test_ranks_that_share_experts_by_halves_generate_the_texts_of_one_process() -> None:
+    halves = {"tp": 4, "ep": 2, "etp": 2}
+    model = EXPERTS | {"layers": 1, "shared_experts": 1, "bias": True}
+    assert_texts_of_one_process(4, [Case(halves, model)], [(PROMPTS[0][0], Generation((), 2))])
+
+
+def assert_texts_of_one_process(world: int, cases: list[Case], prompts: list[tuple[str, Generation]]) -> None:
+    cases = [replace(case, model=MODEL | case.model, global_batch=4) for case in cases]
+    found = run_ranks(world, generated, cases, prompts)
     for number, case in enumerate(cases):
         config = ModelConfig(**(TINY | case.model))
         model = FullModel(build_full(config, 3), TOKENIZER, config.sequence)
-        expected = model.generate(PROMPTS, 100)
-        assert len({*expected}) == 3 and Layout(**case.layout).world == 2
+        expected = model.generate(prompts, 100)
+        assert len({*expected}) == len(prompts) and Layout(**case.layout).world == world
         for rank in found:
             assert rank[number] == (expected, expected), case.layout

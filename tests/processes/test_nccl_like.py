@@ -55,8 +55,8 @@ CASES = {
         {"experts": 4, "expert_hidden": 32},
         optimizer={"name": "muon"},
     ),
-    "whole-experts-of-tensor-ranks": Case(
-        {"tp": 4, "ep": 2, "etp": 1, "zero": 1, "micro_batch": 4},
+    "halves-of-experts": Case(
+        {"tp": 4, "ep": 2, "etp": 2, "zero": 1, "micro_batch": 4},
         {"experts": 4, "expert_hidden": 32},
         optimizer={"name": "lamb"},
     ),

@@ -255,7 +255,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
         {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "recompute": "full", "micro_batch": 2},
     ),
     ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2, "recompute": "selective"}),
-    ("gpt-oss", "lamb", {"tp": 2, "dp": 4, "zero": 2, "ep": 2, "etp": 1, "shard_group": 2}),
+    ("gpt-oss", "lamb", {"tp": 4, "dp": 2, "zero": 2, "ep": 4, "etp": 2, "micro_batch": 2}),
     (
         "gpt-oss",
         "muon",
@@ -338,7 +338,7 @@ IN_PAIRS: list[tuple[str, str, dict[str, Any]]] = [
             "recompute": "selective",
         },
     ),
-    ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 1}),
+    ("gpt-oss", "adamw", {"tp": 4, "ep": 2, "etp": 2, "zero": 1}),
     (
         "experts",
         "adamw",

@@ -62,7 +62,7 @@ CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({"pp": 2}, "experts", 2, 4),
     ({}, "small", 2, 2),
     ({"dp": 2, "zero": 3}, "small", 2, 2),
-    ({"tp": 2, "ep": 2, "etp": 1, "micro_batch": 2}, "small-moe", 2, 4),
+    ({"tp": 4, "ep": 2, "etp": 2, "micro_batch": 2}, "small-moe", 2, 4),
     ({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "gpt-oss", 2, 4),
 ]
 """Layout, model, micro-batches, and bytes of a value. Models have half the width of the benchmark's, because

@@ -29,7 +29,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.parallel.batch import Batch
 from myriad.parallel.custom import Layer, LayerList
 from myriad.parallel.expert_exchange import ExpertPeers
-from myriad.parallel.tensor_parallel import GroupBoundary
+from myriad.parallel.tensor_parallel import ExpertWidth, GroupBoundary
 from myriad.telemetry.spans import Recorder
 from myriad.train.fit import fit
 
@@ -276,9 +276,9 @@ def measured_and_formula_of_experts(
     """The same of a rank that shares experts, by the tokens that it gets for them."""
     groups, found = open_world(layout, torch.device("cpu")), []
     peers = ExpertPeers.of(groups, Recorder(), torch.device("cpu")) if layout.ep > 1 else None
-    tp, whole = layout.tp, layout.has_whole_experts
+    tp, width = layout.tp, ExpertWidth.of(groups)
     boundary = CountingBoundary(
-        groups.along("tp"), groups.grid.index("tp"), tp, Recorder(), experts=peers, whole_experts=whole
+        groups.along("tp"), groups.grid.index("tp"), tp, Recorder(), experts=peers, width=width
     )
     torch.manual_seed(groups.grid.rank)
     base = {"layers": 1, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300}
@@ -288,7 +288,8 @@ def measured_and_formula_of_experts(
         for index, (dtype, mode) in product(layers, KINDS):
             boundary.loads = [1.0] * (layout.ep == 1)
             kept = BENCHMARK.measure(model, index, boundary, dtype, mode)
-            expected = BENCHMARK.formula(model, index, tp, dtype, mode, layout.ep, whole, boundary.loads[0])
+            sharing = layout.ep, layout.etp, boundary.loads[0]
+            expected = BENCHMARK.formula(model, index, tp, dtype, mode, *sharing)
             found.append((f"{keys} layer {index} {dtype} {mode}", kept, expected))
     close_world()
     return found
@@ -300,13 +301,14 @@ def measured_and_formula_of_experts(
         (Layout(dp=2, ep=2), MIXTURES[:1]),
         (Layout(tp=2, ep=2, etp=1), MIXTURES),
         (Layout(tp=2, etp=1), MIXTURES[:2]),
+        (Layout(tp=4, ep=2, etp=2), MIXTURES),
     ],
-    ids=("replicas", "whole experts", "whole experts of each rank"),
+    ids=("replicas", "whole experts", "whole experts of each rank", "halves of experts"),
 )
 def test_ranks_that_share_experts_keep_what_the_formula_predicts_for_their_load(
     layout: Layout, mixtures: list[dict[str, Any]]
 ) -> None:
-    for rank in run_ranks(2, measured_and_formula_of_experts, layout, mixtures):
+    for rank in run_ranks(layout.world, measured_and_formula_of_experts, layout, mixtures):
         for name, kept, expected in rank:
             assert kept == expected, name
 

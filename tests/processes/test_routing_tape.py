@@ -18,7 +18,7 @@ MODEL: dict[str, Any] = {"layers": 2, "experts": 4, "expert_hidden": 16, "balanc
 STEPS = 2
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "cp": 2, "ep": 4, "micro_batch": 2, "recompute": "full"},
-    {"tp": 2, "ep": 2, "etp": 1, "micro_batch": 2},
+    {"tp": 4, "ep": 2, "etp": 2, "micro_batch": 2},
     {"tp": 2, "pp": 2},
 ]
 

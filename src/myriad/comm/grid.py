@@ -15,12 +15,15 @@ of its own:
 The axis ``cp`` is cut in two as well: ``ulysses`` numbers neighbours that exchange positions for heads,
 ``ring`` the others (`myriad.model.context_share`).
 
-Experts see the ranks of a stage, in their order, as a second grid: ``ep`` numbers neighbours that hold
-different experts, ``expert_dp`` those that hold the same. If tensor-parallel ranks share each expert, both
-are parts of ``dp_cp``; if experts are whole (``layout.etp = 1``), of ``dp_cp`` and ``tp`` together:
+Experts see the ranks of a stage, in their order, as a second grid (parallel folding, arXiv 2504.14960):
+``etp`` numbers neighbours that share the width of each expert, ``ep`` those that hold different experts, and
+``expert_dp`` those that hold the same slices of the same ones. The axis ``tp`` is thereby cut in two:
+``etp_group`` numbers the groups of ``etp`` ranks, each of which has a part of a sequence:
 
     dp=4 ep=2                      rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
     dp=2 tp=2 ep=2 etp=1           rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
+    dp=2 tp=4 ep=2 etp=2           rank 1: peers("ep") = (1, 3)          peers("expert_dp") = (1, 5)
+                                           peers("etp") = (0, 1)         peers("etp_group") = (1, 3)
 
 With ``shard_group`` the axis ``expert_shard`` numbers the ranks of ``expert_dp`` in one group. Those that
 hold the same slice of experts are the ranks of ``dp_replicate``, as for other parameters:
@@ -36,12 +39,16 @@ from myriad.comm.layout import AXES, Layout
 
 __all__ = ["RankGrid"]
 
-_EXPERT = ("expert_dp", "ep")
-"""Axes of the experts' grid, the slower one first."""
-_CUTS = (("dp_cp",), ("dp_replicate", "dp_shard"), _EXPERT, ("dp_replicate", "expert_shard", "ep"))
-"""The ways to see the ranks that hold the same parameters: as one axis, or cut, the slower part first."""
-_CONTEXT = ("ring", "ulysses")
-"""The parts of the axis ``cp``, the slower one first."""
+_VIEWS = (
+    AXES,
+    ("dp", "pp", "ring", "ulysses", "tp"),
+    ("pp", "dp_cp", "tp"),
+    ("pp", "dp_replicate", "dp_shard", "tp"),
+    ("pp", "dp_cp", "etp_group", "etp"),
+    ("pp", "expert_dp", "ep", "etp"),
+    ("pp", "dp_replicate", "expert_shard", "ep", "etp"),
+)
+"""The ways to see all ranks, each with its slowest axis first."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,8 @@ class RankGrid:
             "expert_dp": layout.num_expert_replicas,
             "expert_shard": layout.num_expert_shards,
             "dp_cp": layout.num_holders,
+            "etp": layout.expert_tp,
+            "etp_group": layout.num_etp_groups,
         }
         return parts[axis] if axis in parts else int(getattr(layout, axis))
 
@@ -88,11 +97,8 @@ class RankGrid:
         return rows
 
     def _names(self, *axes: str) -> tuple[str, ...]:
-        """Return the axes of the grid that has all of ``axes``, slowest first."""
-        if (cut := next((cut for cut in _CUTS if {*cut} & {*axes}), None)) is not None:
-            whole = "ep" in cut and self.layout.has_whole_experts
-            return ("pp", *cut) if whole else ("pp", *cut, "tp")
-        return ("dp", "pp", *_CONTEXT, "tp") if {*_CONTEXT} & {*axes} else AXES
+        """Return the axes of the first view that has all of ``axes``, slowest first."""
+        return next(view for view in _VIEWS if {*axes} <= {*view})
 
     def _ranks_along(self, names: tuple[str, ...]) -> np.ndarray:
         """Return all ranks, one array dimension for each of ``names``."""

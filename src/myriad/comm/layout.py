@@ -3,7 +3,8 @@
 The rank grid is one array with axes ``dp pp cp tp``, the last one varying fastest. Neighbours in rank
 number are tensor-parallel peers (they communicate most and should share a node), then context-parallel
 ranks, pipeline neighbours and data-parallel replicas. Experts see the same ranks as a second grid
-(`myriad.comm.grid`): ``ep`` ranks, neighbours in rank number within a stage, hold different experts.
+(`myriad.comm.grid`): ``etp`` neighbours in rank number share the width of each, and ``ep`` such groups hold
+different ones.
 """
 
 import math
@@ -72,12 +73,12 @@ class Layout(Config):
     Needs a ring (layout.cp above layout.ulysses) and data.documents = "packed"."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
     """Ranks that share the experts of each block: every one holds 1/ep of them, and tokens travel to their
-    experts and back. It must divide layout.dp x layout.cp (with layout.etp = 1: also x layout.tp) and
-    model.experts, and does not multiply the number of ranks. 1: each replica holds all experts."""
+    experts and back. It must divide layout.dp x layout.cp x layout.tp / layout.etp and model.experts, and
+    does not multiply the number of ranks. 1: each replica holds all experts."""
     etp: int | None = Field(None, ge=1, le=MOST_RANKS)
-    """Tensor-parallel ranks that share the width of each expert: layout.tp, or 1. With 1 experts are whole,
-    layout.ep also counts tensor-parallel ranks, and each rank sends the tokens of its own part of the
-    sequence only. off: layout.tp."""
+    """Neighbouring tensor-parallel ranks that share the width of each expert; it must divide layout.tp. Each
+    group of so many ranks sends the tokens of its own part of the sequence only, and layout.ep also counts
+    these groups. 1: experts are whole. off: layout.tp."""
     expert_dispatch: ExpertDispatch = "expert"
     """How often a token travels with layout.ep > 1. expert: once for each of its experts. rank: once for each
     rank that holds some of them. node: once for each node (comm.node_size), and from there to the ranks of
@@ -184,9 +185,10 @@ class Layout(Config):
         return self.etp or self.tp
 
     @property
-    def has_whole_experts(self) -> bool:
-        """Whether each expert is whole on a rank although tensor-parallel ranks share other matrices."""
-        return self.expert_tp != self.tp
+    def num_etp_groups(self) -> int:
+        """Groups of tensor-parallel ranks of which each shares the width of experts, and has its own part of
+        a sequence."""
+        return self.tp // self.expert_tp
 
     @property
     def busiest_load(self) -> float:
@@ -196,7 +198,7 @@ class Layout(Config):
     @property
     def num_expert_replicas(self) -> int:
         """Ranks that hold the same part of the same experts."""
-        return self.num_holders * self.tp // (self.ep * self.expert_tp)
+        return self.num_holders * self.num_etp_groups // self.ep
 
     @property
     def num_expert_shards(self) -> int:
@@ -206,7 +208,7 @@ class Layout(Config):
     @property
     def folds_experts(self) -> bool:
         """Whether experts lie on other ranks than the other parameters of their block."""
-        return self.ep > 1 or self.has_whole_experts
+        return self.ep > 1 or self.num_etp_groups > 1
 
     @property
     def reduces_across(self) -> bool:
@@ -272,21 +274,23 @@ def check_layout(layout: Layout) -> None:
 
 def _check_experts(layout: Layout) -> None:
     """Check the ranks that share experts: they exchange tokens in every micro-batch."""
-    ep, shares, whole = layout.ep, layout.shares, layout.has_whole_experts
-    if layout.expert_tp not in (1, layout.tp):
-        raise BadInputError("layout.etp", layout.etp, f"1, or layout.tp = {layout.tp}, or off")
-    if layout.num_holders * layout.tp % (ep * layout.expert_tp):
-        axes = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp if whole else 1}
-        sharers = " x ".join(f"layout.{axis}" for axis, size in axes.items() if axis == "dp" or size > 1)
+    ep, shares, parts = layout.ep, layout.shares, layout.num_etp_groups
+    if layout.tp % layout.expert_tp:
+        raise BadInputError("layout.etp", layout.etp, f"must divide layout.tp = {layout.tp}, or off")
+    of_tp = "layout.tp" if layout.expert_tp == 1 else "layout.tp / layout.etp"
+    if layout.num_holders * parts % ep:
+        axes = {"layout.dp": layout.dp, "layout.cp": layout.cp, of_tp: parts}
+        sharers = " x ".join(axis for axis, size in axes.items() if axis == "layout.dp" or size > 1)
         raise BadInputError("layout.ep", ep, f"must divide {sharers} = {math.prod(axes.values())}")
-    group, tp = layout.shard_group, layout.tp // layout.expert_tp
-    if group is not None and group * tp % ep:
-        of_tp = f"times layout.tp = {tp} " if tp > 1 else ""
+    group = layout.shard_group
+    if group is not None and group * parts % ep:
+        of_tp = f"times {of_tp} = {parts} " if parts > 1 else ""
         allowed = f"must {of_tp}be a multiple of layout.ep = {ep}: a group holds every expert equally often"
         raise BadInputError("layout.shard_group", group, allowed)
     if layout.folds_experts and shares is not None and len({*shares}) > 1:
         allowed = (
-            "equal numbers, or off, with layout.ep > 1 or layout.etp = 1: tokens travel in each micro-batch"
+            "equal numbers, or off, with layout.ep > 1 or layout.etp < layout.tp: tokens travel in each "
+            "micro-batch"
         )
         raise BadInputError("layout.shares", list(shares), allowed)
 

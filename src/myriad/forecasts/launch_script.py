@@ -157,7 +157,7 @@ def _megatron_layout(job: Job, framework: Framework) -> Iterator[tuple[str, Valu
         yield "cp_comm_type", _context_kind(layout)
     if job.model.experts is not None:
         yield "expert_model_parallel_size", layout.ep
-        yield "expert_tensor_parallel_size", layout.tp if layout.etp is None else layout.etp
+        yield "expert_tensor_parallel_size", layout.expert_tp
     if layout.tp > 1:
         yield "sequence_parallel", framework.profile.sequence_parallel
         yield "tp_comm_overlap", job.overlap.tensor is not None
@@ -257,6 +257,9 @@ def _torchtitan(job: Job) -> Iterator[tuple[str, Value]]:
     _check_layout(layout, _SCHEDULES)
     if layout.ulysses > 1:
         raise BadInputError(KEY, f"layout.ulysses = {layout.ulysses}", "1: torchtitan has no Ulysses")
+    if layout.expert_tp not in (1, layout.tp):
+        allowed = f"1 or layout.tp = {layout.tp}: torchtitan has no other"
+        raise BadInputError(KEY, f"layout.etp = {layout.etp}", allowed)
     shard = 1 if layout.zero == 0 else layout.shard_group or layout.dp
     yield "parallelism.data_parallel_replicate_degree", layout.dp // shard
     yield "parallelism.data_parallel_shard_degree", shard
@@ -268,7 +271,7 @@ def _torchtitan(job: Job) -> Iterator[tuple[str, Value]]:
     yield from _torchtitan_pipeline(job)
     if job.model.experts is not None:
         yield "parallelism.expert_parallel_degree", layout.ep
-        yield "parallelism.expert_tensor_parallel_degree", layout.tp if layout.etp is None else layout.etp
+        yield "parallelism.expert_tensor_parallel_degree", layout.expert_tp
     yield "training.mixed_precision_param", _precision(job)
     yield "training.seq_len", job.model.sequence
     yield (

@@ -122,7 +122,7 @@ def _check_expert_ranks(job: JobValues) -> None:
     number = experts or 1
     need(number % layout.ep == 0, "layout.ep", layout.ep, f"must divide model.experts = {number}")
     alone = comm.sync_every > 1 and layout.ep * layout.expert_tp != layout.tp
-    allowed = "1, or layout.etp = 1 and layout.ep = layout.tp: with DiLoCo replicas do not exchange tokens"
+    allowed = "1, or layout.ep x layout.etp = layout.tp: with DiLoCo replicas do not exchange tokens"
     need(not alone, "comm.sync_every", comm.sync_every, allowed)
 
 

@@ -53,13 +53,13 @@ def kept_bytes_per_token(
     recompute: Recompute = "none",
     softmax_block: int | None = None,
     ep: int = 1,
-    whole_experts: bool = False,
+    etp: int | None = None,
     expert_load: float = 1.0,
     context: tuple[int, int] = (1, 1),
 ) -> float:
     """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block. ``ep``:
-    ranks that share its experts. ``whole_experts``: experts are whole on a rank, although ``tp`` ranks share
-    other matrices. ``expert_load``: tokens that this rank gets for its experts over those that it sends.
+    ranks that share its experts. ``etp``: tensor-parallel ranks that share the width of each; ``None``:
+    ``tp``. ``expert_load``: tokens that this rank gets for its experts over those that it sends.
     ``context``: ranks, or rows of ranks, of a ring that shares sequences, and ranks of a row; the model has
     as many positions as one of them. ``bytes_per_value``: size of the compute type. ``softmax_block``:
     positions of a block of queries if the softmax is kept (64 on a CPU in float32 with short spans);
@@ -79,7 +79,7 @@ def kept_bytes_per_token(
         options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
         held: _Held = {
             "ep": ep,
-            "whole_experts": whole_experts,
+            "etp": etp,
             "expert_load": expert_load,
             "context": context,
         }
@@ -98,12 +98,12 @@ def kept_bytes_per_token(
     if model.norm_placement == "after" and model.block == "serial":
         # The stream itself is gathered: there is no norm that the backward could recompute.
         gathered = model.hidden * bytes_per_value
-    mlp += (expert_load - 1) * _arrived_bytes(block, bytes_per_value, tp, recompute, whole=whole_experts)
-    if block.experts is not None and whole_experts:
-        experts = _whole_expert_bytes(block, bytes_per_value, tp, ep)
-        return norms + gathered + mask * model.num_scatters + attention + mlp + experts
-    experts = _expert_bytes(block, bytes_per_value, ep, input_is_kept=gathered > 0)
-    return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp + experts
+    rest = norms + mask * model.num_scatters + attention + mlp
+    if block.experts is None:
+        return rest + gathered * model.num_gathers
+    groups = tp // (etp or tp)
+    arrived = (expert_load - 1) * _arrived_bytes(block, bytes_per_value, tp, groups, recompute)
+    return rest + gathered + arrived + _expert_bytes(block, bytes_per_value, groups, ep)
 
 
 def kept_bytes_per_micro_batch(
@@ -149,7 +149,7 @@ class _Held(TypedDict):
     """Arguments of `kept_bytes_per_token` alone."""
 
     ep: int
-    whole_experts: bool
+    etp: int | None
     expert_load: float
     context: tuple[int, int]
 
@@ -188,39 +188,28 @@ def _mlp_values(model: ModelConfig, recompute: Recompute) -> int:
     return up if recompute == "selective" else up + model.active_width
 
 
-def _expert_bytes(model: ModelConfig, bytes_per_value: int, ep: int, *, input_is_kept: bool) -> float:
-    """Return bytes per token of a mixture of experts, beside the inner values of the experts: the input of
-    the router if nothing else keeps it; for each chosen expert its copy of the token, its result, four
-    indices of 8 bytes and a gate; the scores; and the result of shared experts with a gate. Tensor
-    parallelism divides none of it. If ``ep`` ranks share the experts, also the order of the tokens that
-    arrive, and its inverse."""
-    if model.experts is None:
-        return 0.0
-    found = 0.0 if input_is_kept else float(model.hidden * bytes_per_value)
-    return found + _routed_bytes(model, bytes_per_value, ep) + _sequence_bytes(model, bytes_per_value)
-
-
-def _whole_expert_bytes(model: ModelConfig, bytes_per_value: int, tp: int, ep: int) -> float:
-    """Return the same of a mixture whose experts are whole on one of ``tp`` ranks: each routes the tokens of
-    its part of the sequence, and keeps them as the router's input. Gathered are the inputs of the shared
-    experts, and the scores for the losses."""
-    stream = model.hidden * bytes_per_value
-    gathered = stream if model.shared_experts else 0
+def _expert_bytes(model: ModelConfig, bytes_per_value: int, groups: int, ep: int) -> float:
+    """Return bytes per token of a mixture of experts, beside the inner values of the experts. Each of
+    ``groups`` of tensor-parallel ranks (``layout.etp``) keeps of its part of the sequence the input of the
+    router, and for each chosen expert its copy of the token, its result, four indices of 8 bytes and a gate;
+    the scores. If ``ep`` ranks share the experts, also the order of the tokens that arrive, and its inverse.
+    Where there are several groups, the inputs of shared experts are gathered apart, as are the scores for the
+    losses."""
+    stream = float(model.hidden * bytes_per_value)
+    gathered = stream if model.shared_experts and groups > 1 else 0.0
     routed = stream + _routed_bytes(model, bytes_per_value, ep)
-    return routed / tp + gathered + _sequence_bytes(model, bytes_per_value)
+    return routed / groups + gathered + _sequence_bytes(model, bytes_per_value)
 
 
 def _arrived_bytes(
-    model: ModelConfig, bytes_per_value: int, tp: int, recompute: Recompute, *, whole: bool
+    model: ModelConfig, bytes_per_value: int, tp: int, groups: int, recompute: Recompute
 ) -> float:
     """Return the bytes for each token that a rank sends of what it gets for its experts, where ranks share
     them: inputs, inner values, and two indices."""
-    if model.experts is None:
-        return 0.0
     inner = model.up_matrices + (recompute != "selective")
     each = inner * model.expert_width * bytes_per_value / tp
     copy = model.hidden * bytes_per_value + 2 * 8
-    return model.experts_per_token * (each + copy / (tp if whole else 1))
+    return model.experts_per_token * (each + copy / groups)
 
 
 def _routed_bytes(model: ModelConfig, bytes_per_value: int, ep: int) -> float:

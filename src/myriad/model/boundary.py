@@ -20,9 +20,8 @@ layer then calls `Boundary.gather_products` and `Boundary.scatter_products` inst
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -110,10 +109,6 @@ class Boundary:
     meanwhile: Callable[[], None] | None = None
     """What a backward calls when gradients have left for experts, or for the tokens of experts: the forward
     of another micro-batch computes a part (`myriad.parallel.paired_forward`)."""
-    whole_experts: bool = False
-    """Whether each expert is whole on its rank, not shared by the tensor-parallel peers, so that every rank
-    sends the tokens of its own part of the sequence."""
-
     context: ContextPeers | None = None
     """The ranks that share each sequence; ``None``: this one has all positions."""
 
@@ -122,11 +117,17 @@ class Boundary:
         """Whether layers exchange tensors with other ranks."""
         return self.size > 1 or self.expert_ranks > 1
 
-    def alone(self) -> Self:
-        """Return this boundary without tensor-parallel peers."""
-        found = copy.copy(self)
-        found.rank, found.size, found.in_slices = 0, 1, False
-        return found
+    @property
+    def of_width(self) -> "Boundary":
+        """The boundary of the tensor-parallel peers that share the width of each expert, and route the same
+        tokens: all of them, or ``layout.etp`` neighbours, which have a part of each sequence."""
+        return self
+
+    @property
+    def of_parts(self) -> "Boundary":
+        """The boundary of the tensor-parallel peers with this one's place among those of `of_width`, which
+        have the parts of each sequence."""
+        return Boundary()
 
     def start_all_gather(self, x: torch.Tensor) -> Arriving:
         """Gather ``[B, S/size, H]`` to ``[B, S, H]``. The result is differentiable."""

@@ -38,17 +38,15 @@ class ExpertCapacity:
     def steps(self, chosen: torch.Tensor, context: Context) -> Steps:
         """Return the experts ``[B, S, k]`` of this rank's tokens with -1 in place of those that drop them.
         Yields where the choices of a sequence's other tokens are needed."""
-        boundary = self._boundary
+        peers = self._boundary.of_parts
         part = chosen
-        if boundary.whole_experts:  # each rank chose for its part of the sequence
-            arriving = boundary.start_stack(chosen)
+        if peers.size > 1:  # each chose for its part of the sequence
+            arriving = peers.start_stack(chosen)
             yield None
             part = arriving.wait().transpose(0, 1).flatten(1, 2)
-        whole = Whole(partial(self._kept, share=context.share, peers=boundary.context), part)
+        whole = Whole(partial(self._kept, share=context.share, peers=self._boundary.context), part)
         yield whole
-        if boundary.whole_experts:
-            return whole.result.unflatten(1, (boundary.size, -1))[:, boundary.rank]
-        return whole.result
+        return whole.result.unflatten(1, (peers.size, -1))[:, peers.rank]
 
     def _kept(
         self, chosen: torch.Tensor, share: ContextShare | None, peers: ContextPeers | None

@@ -8,19 +8,23 @@
 
 Routing is dropless: no token is left out, whatever the load of its expert (MegaBlocks, arXiv 2211.15841), so
 the result depends on nothing but the token. (A job may set a bound: `myriad.model.expert_capacity`.) Tokens
-are ordered by expert, and all experts of a rank multiply theirs at once. Tensor-parallel ranks share every
-expert's width, and each routes all tokens of its gathered sequence: all compute the same scores, and
-gradients of scores are partial sums as those of other parameters that every rank holds.
+are ordered by expert, and all experts of a rank multiply theirs at once.
+
+Tensor-parallel ranks share every expert's width (`Boundary.of_width`): they gather their tokens, and each
+routes all of them. All compute the same scores, and gradients of scores are partial sums as those of other
+parameters that every rank holds. The sum of their results is scattered to them. If fewer than all share it
+(``layout.etp``), they gather no more than their part of a sequence; where experts are whole on a rank,
+nothing is gathered. What whole sequences are needed for is exchanged with the ranks that have the other parts
+(`Boundary.of_parts`): the router's products, for the two losses, and the tokens of shared experts, whose
+width all tensor-parallel ranks share.
+
+    tp = 4, etp = 2     positions  0 1 | 2 3 | 4 5 | 6 7       of_width of rank 1: ranks 0 and 1
+                        rank         0     1     2     3       of_parts of rank 1: ranks 1 and 3
 
 With expert parallelism (GShard, arXiv 2006.16668) each of several replicas holds some of the experts. Tokens,
 ordered by expert, travel to the ranks of their experts (dispatch), and results back to the ranks of their
 tokens (combine): two all-to-alls in the forward, and two in the backward. A rank learns first how many tokens
 each other one has for its experts. Shared experts compute while results travel.
-
-Experts may be whole on a rank although other matrices are shared by tensor-parallel ranks
-(`Boundary.whole_experts`): a rank then routes and sends the tokens of its part of the sequence, and gets
-their whole results, so that nothing is gathered before and summed after. Only the router's products are
-gathered, for the two losses, which are of whole sequences.
 
 Training adds two terms to the loss, of each sequence alone, so that no layout changes them: the balance loss
 of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2, equations 17 to 20; with the same two factors as in Switch,
@@ -214,7 +218,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of a block, and their router: ``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``."""
+    """The experts of a block, and their router: ``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``, of
+    the positions that the peers of `Boundary.of_width` have together."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
@@ -223,8 +228,7 @@ class Experts(nn.Module):
         self.boundary, self.num_experts = boundary, config.experts
         held = self.num_experts // boundary.expert_ranks
         first = boundary.expert_rank * held
-        own = boundary.alone() if boundary.whole_experts else boundary
-        self.experts = ExpertMLPs(config, own, range(first, first + held))
+        self.experts = ExpertMLPs(config, boundary.of_width, range(first, first + held))
         shared = config.shared_experts
         kind = GatedMLP if config.shared_expert_gate else SharedMLP
         self.shared = kind(config, boundary, shared * config.expert_width) if shared else None
@@ -242,41 +246,35 @@ class Experts(nn.Module):
         return finish(self.steps(x, logits, Context()))
 
     @property
-    def is_whole(self) -> bool:
-        """Whether `steps` takes and returns this rank's part of the sequence, with whole results."""
-        return self.boundary.whole_experts
-
-    @property
     def num_exchanges(self) -> int:
         """How often rows leave in a forward: to the experts, and back."""
         boundary = self.boundary
         return 2 * max(1, len(boundary.expert_hops)) if boundary.expert_ranks > 1 else 0
 
     def route(self, x: torch.Tensor, context: Context) -> Steps:
-        """Return the logits ``[B, S, E]`` of tokens ``[B, S, H]``: of whole sequences, or with whole experts
-        of this rank's part."""
-        router, boundary = self.router, self.boundary
+        """Return the logits ``[B, S, E]`` of tokens ``[B, S, H]``."""
+        router, peers = self.router, self.boundary.of_parts
         factor = context.loss_scale
-        if not self.is_whole:
+        if peers.size == 1:
             whole = Whole(partial(router, loss_factor=factor, context=context), x)
             yield whole
             return whole.result
         logits = router.products(x)
         if not router.adds_losses:
             return logits
-        arriving = boundary.start_all_gather(logits)
+        arriving = peers.start_all_gather(logits)
         yield None
         with_losses = partial(router.with_losses, loss_factor=factor, context=context)
         whole = Whole(with_losses, arriving.wait())
         yield whole
-        return whole.result.unflatten(1, (boundary.size, -1))[:, boundary.rank]
+        return whole.result.unflatten(1, (peers.size, -1))[:, peers.rank]
 
     def steps(self, x: torch.Tensor, logits: torch.Tensor, context: Context) -> Steps:
-        """Return the sum of what the chosen and the shared experts compute: this rank's partial sum, or with
-        whole experts the sum for its part of the sequence. Yields where tokens travel."""
-        first = context.first_target
-        if self.is_whole:
-            first = context.first_of_share(x.shape[1], self.boundary.rank)
+        """Return this rank's partial sum of what the chosen and the shared experts compute. Yields where
+        tokens travel."""
+        width = self.boundary.of_width
+        length = x.shape[1] // width.size
+        first = context.first_of_share(length, self.boundary.rank) - width.rank * length
         gates, chosen = self.router.choose(logits, context, first)
         kept = chosen
         if self.capacity is not None and self.training:
@@ -362,11 +360,8 @@ class Experts(nn.Module):
     def _shared_result(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared is None:
             return None
-        if not self.is_whole:
-            result: torch.Tensor = self.shared(x)
-            return result
-        partial_sum = self.shared(self.boundary.start_all_gather(x).wait())
-        return self.boundary.start_reduce_scatter(partial_sum).wait()
+        peers = self.boundary.of_parts
+        return peers.start_reduce_scatter(self.shared(peers.start_all_gather(x).wait())).wait()
 
 
 class _Logits(torch.autograd.Function):

@@ -178,17 +178,16 @@ class Block(SteppedLayer):
         yield None
         out = yield from self._attend(arriving.wait(), remade, mix)
         out = self._branch(out, 1, context, attention_bias)
-        if isinstance(self.mlp, Experts) and self.mlp.is_whole:
-            x, normed, _ = self._normed(self.norm2, x, out)
-            del out
-            return Residual(x, self._branch((yield from self._routed(normed, context)), 2, context))
-        x, arriving, remade = self._start_gather(self.norm2, x, out)
+        peers = self.boundary.of_width if isinstance(self.mlp, Experts) else self.boundary
+        x, arriving, remade = self._start_gather(self.norm2, x, out, peers=peers)
         del out
-        yield None
+        if peers.size > 1:
+            yield None
         out = yield from self._mlp_sum(arriving.wait(), remade, context)
-        arriving = self.boundary.start_reduce_scatter(out)
+        arriving = peers.start_reduce_scatter(out)
         del out
-        yield None
+        if peers.size > 1:
+            yield None
         return Residual(x, self._branch(arriving.wait(), 2, context, mlp_bias))
 
     def _mlp_sum(self, x: torch.Tensor, remade: Remade | None, context: Context) -> Steps:
@@ -271,12 +270,19 @@ class Block(SteppedLayer):
         return x, normed, Remade(norm, x, num_takers) if self.boundary.remakes else None
 
     def _start_gather(
-        self, norm: Norm | None, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
+        self,
+        norm: Norm | None,
+        x: torch.Tensor,
+        branch: torch.Tensor | None,
+        num_takers: int = 1,
+        peers: Boundary | None = None,
     ) -> tuple[torch.Tensor, Arriving, Remade | None]:
         """Return the stream with its branch added, its norm in flight, and how the backward recomputes the
-        norm if it is not kept. To recompute it, tensor-parallel ranks gather it once more."""
+        norm if it is not kept. To recompute it, tensor-parallel ranks gather it once more. ``peers``: the
+        boundary that gathers; default: that of the block."""
         x, normed, remade = self._normed(norm, x, branch, num_takers)
-        arriving, boundary = self.boundary.start_all_gather(normed), self.boundary
+        boundary = self.boundary if peers is None else peers
+        arriving = boundary.start_all_gather(normed)
         if remade is None or norm is None:
             return x, arriving, None
         remade = Remade(lambda source: boundary.start_all_gather(norm(source)).wait(), x, num_takers)

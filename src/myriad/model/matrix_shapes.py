@@ -23,11 +23,11 @@ class HiddenMatrix(NamedTuple):
 
 
 def hidden_matrices(
-    model: ModelConfig, layer: int, tp: int = 1, *, whole_experts: bool = False
+    model: ModelConfig, layer: int, tp: int = 1, *, etp: int | None = None
 ) -> list[HiddenMatrix]:
     """Return the matrices of a layer of the pipeline: 0 is the embedding, and the head comes last.
-    ``whole_experts``: those of routed experts are whole on a rank."""
-    expert_tp = 1 if whole_experts else tp
+    ``etp``: ranks that share those of routed experts; ``None``: ``tp``."""
+    expert_tp = etp or tp
     if 0 < layer <= model.layers:
         return list(_of_block(model.of_block(layer - 1), tp, expert_tp))
     if layer == 0:

@@ -64,15 +64,14 @@ class MatrixPeers:
         """Return the peers of a rank. ``trains_alone``: data-parallel replicas have different parameters.
         ``of_experts``: the peers for experts that this rank does not share with all replicas."""
         grid, layout = groups.grid, groups.grid.layout
-        axis, cut = ("expert_dp", layout.expert_tp) if of_experts else ("dp_cp", layout.tp)
-        axes = (*(() if trains_alone else (axis,)), *(("tp",) if cut == layout.tp else ()))
-        group = groups.along(*axes, purpose="matrices")
+        axis, width = ("expert_dp", "etp") if of_experts else ("dp_cp", "tp")
+        group = groups.along(*(() if trains_alone else (axis,)), width, purpose="matrices")
         open_collectives(group, device, all_to_all=True)
         replicas = range(1 if trains_alone else grid.size(axis))
-        members = tuple((replica, tp) for replica in replicas for tp in range(cut))
-        own = (0 if trains_alone else grid.index(axis), grid.index("tp") % cut)
+        members = tuple((replica, tp) for replica in replicas for tp in range(grid.size(width)))
+        own = (0 if trains_alone else grid.index(axis), grid.index(width))
         shards = layout.num_expert_shards if of_experts else layout.num_shards
-        return cls(group, members, members.index(own), cut, shards)
+        return cls(group, members, members.index(own), grid.size(width), shards)
 
 
 @dataclass(frozen=True)

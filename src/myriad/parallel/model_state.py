@@ -129,9 +129,8 @@ def _row_groups(state: ModelState, groups: Groups) -> list[tuple[torch.Tensor, G
     layout, found = groups.grid.layout, []
     for of_experts in (False, True) if layout.folds_experts else (False,):
         rows = [row for row, (chunk, _) in enumerate(state.rows) if chunk.sharing.of_experts == of_experts]
-        cut = not of_experts or layout.expert_tp == layout.tp
-        axes = ("expert_shard" if of_experts else "dp_shard",) if layout.zero else ()
-        group = groups.along(*axes, *(("tp",) if cut else ()))
+        shard, width = ("expert_shard", "etp") if of_experts else ("dp_shard", "tp")
+        group = groups.along(*((shard,) if layout.zero else ()), width)
         found.append((torch.tensor(rows, dtype=torch.int64).to(state.counts.device), group))
     return found
 

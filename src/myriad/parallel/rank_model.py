@@ -240,9 +240,11 @@ def _entries(
         owner, _, attribute = path.rpartition(".")
         name = f"{prefix}.{path}"
         cut = shard_of(definition, name)
-        rate, rank, size = rate_of(definition, name, parameter.shape), boundary.rank, boundary.size
-        if boundary.whole_experts and is_expert(definition, name):  # no other rank holds a part of it
-            cut, rank, size = cut or Shard(0), 0, 1
+        rate = rate_of(definition, name, parameter.shape)
+        sharing = boundary.of_width if is_expert(definition, name) else boundary
+        rank, size = sharing.rank, sharing.size
+        if cut is None and size < boundary.size:  # so many consecutive ranks hold copies of it
+            cut = Shard(0, parts=parameter.shape[:1], heads=(1,))
         partial = definition.sequence_parallel and cut is None
         spans = () if cut is None else cut.spans_of_shard(parameter.shape[cut.dim], rank, size)
         home = layer.get_submodule(owner), attribute

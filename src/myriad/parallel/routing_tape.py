@@ -93,8 +93,7 @@ class RoutingTape:
     ) -> None:
         """``layers``: names of all layers of the model."""
         self._folders, self._rank = folders, groups.grid.rank
-        routes_alone = groups.grid.index("tp") % groups.grid.layout.expert_tp == 0
-        self._records = folders.record is not None and routes_alone
+        self._records = folders.record is not None and groups.grid.index("etp") == 0
         if folders.record is not None:
             folders.record.mkdir(exist_ok=True)
         self._found: dict[str, list[_Part]] = {}

@@ -111,8 +111,7 @@ class StepStatistics:
         self._dropped = torch.zeros((), dtype=torch.int64, device=device)
         """Pairs of a token and an expert that were dropped in this rank's part of the step."""
         self._drops = drops_tokens(definition)
-        cut = groups.grid.layout.expert_tp  # tensor-parallel ranks that share experts route the same tokens
-        self._counts_loads = groups.grid.index("tp") % cut == 0
+        self._counts_loads = groups.grid.index("etp") == 0  # ranks that share experts route the same tokens
         for stage in model.stages.values() if mixtures else ():
             for number, layer in stage.layers.items():
                 for path, module in layer.named_modules(prefix=self._layers[number]):

@@ -11,10 +11,11 @@ arXiv 1909.08053). On meta tensors every method returns the right shape without 
 be described without other ranks.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,36 @@ from myriad.parallel.tp_async import AsyncStack, Direction, start_async
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["GroupBoundary", "make_boundary"]
+__all__ = ["ExpertWidth", "GroupBoundary", "TensorPeers", "make_boundary"]
+
+
+class TensorPeers(NamedTuple):
+    """Some of the tensor-parallel ranks, as one of them sees them."""
+
+    group: Group | None
+    rank: int
+    size: int
+
+    @classmethod
+    def along(cls, groups: Groups, axis: str) -> "TensorPeers":
+        """Return the peers of a rank along ``axis``. A collective call of these."""
+        return cls(groups.along(axis), groups.grid.index(axis), groups.grid.size(axis))
+
+
+class ExpertWidth(NamedTuple):
+    """How fewer than all tensor-parallel ranks share the width of each expert (``layout.etp``)."""
+
+    sharing: TensorPeers
+    """Those that share it."""
+    parts: TensorPeers
+    """Those with this rank's place in other groups that share it."""
+
+    @classmethod
+    def of(cls, groups: Groups) -> "ExpertWidth | None":
+        """Return it for a rank; ``None``: all share it. A collective call of the tensor-parallel ranks."""
+        if groups.grid.layout.num_etp_groups == 1:
+            return None
+        return cls(TensorPeers.along(groups, "etp"), TensorPeers.along(groups, "etp_group"))
 
 
 class GroupBoundary(Boundary):
@@ -66,26 +96,41 @@ class GroupBoundary(Boundary):
         kernels: Kernels = "auto",
         experts: ExpertPeers | None = None,
         expert_hops: Sequence[ExpertPeers] = (),
-        whole_experts: bool = False,
+        width: ExpertWidth | None = None,
         context: ContextPeers | None = None,
     ) -> None:
         """``experts``: the ranks that share the experts of a block; ``None``: this one has all.
-        ``expert_hops``: the destinations of each of `Boundary.expert_hops`. ``whole_experts``:
-        `Boundary.whole_experts`. ``context``: `Boundary.context`."""
+        ``expert_hops``: the destinations of each of `Boundary.expert_hops`. ``width``: how fewer than all
+        peers share the width of experts; ``None``: all do. ``context``: `Boundary.context`."""
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
         self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
         self.kernels = kernels
         self.sequence_first = on_nccl and size > 1
         self.joins_parts = self.sequence_first and not remakes  # recomputed activations have their own memory
         self.in_slices = slices > 0 and size > 1
-        self._experts, self.whole_experts = experts, whole_experts and size > 1
+        self._experts = experts
         if experts is not None:
             self.expert_rank, self.expert_ranks = experts.rank, experts.size
         self._hops, self.expert_hops = expert_hops, tuple((one.rank, one.size) for one in expert_hops)
         hides = (size > 1 and (chunks > 1 or slices > 0)) or self.expert_ranks > 1
         self.later: LaterProducts | None = LaterProducts() if hides else None
         self._slices, self.context = slices, context
-        self._stream_is_whole = False
+        self._stream_is_whole, self._width = False, width
+
+    def _among(self, peers: TensorPeers) -> Self:
+        """Return this boundary, as it is now, with some of the peers only."""
+        found = copy.copy(self)
+        found.group, found.rank, found.size = peers
+        found.in_slices = False
+        return found
+
+    @property
+    def of_width(self) -> Boundary:
+        return self if self._width is None else self._among(self._width.sharing)
+
+    @property
+    def of_parts(self) -> Boundary:
+        return super().of_parts if self._width is None else self._among(self._width.parts)
 
     @contextmanager
     def whole_stream(self) -> Iterator[None]:
@@ -189,7 +234,7 @@ def make_boundary(
         kernels=kernels,
         experts=experts,
         expert_hops=hops,
-        whole_experts=groups.grid.layout.expert_tp == 1,
+        width=ExpertWidth.of(groups),
         context=ContextGroup(groups, recorder, device) if groups.grid.layout.cp > 1 else None,
     )
 

@@ -12,7 +12,7 @@ def test_every_row_is_legal_and_changes_one_thing() -> None:
         check_layout(layout)
         assert layout.world == 4 and layout.dp == 2  # the same tokens in every row
         assert MoeWork().model.experts is not None and MoeWork().model.experts % layout.ep == 0
-    assert [layout.has_whole_experts for layout in layouts] == [False, True, True, True, True]
+    assert [layout.num_etp_groups for layout in layouts] == [1, 2, 2, 2, 2]
     assert [layout.expert_dispatch for layout in layouts] == ["expert"] * 2 + ["node"] * 3
     assert [overlap.tensor for overlap in overlaps] == [None, None, None, "turns", None]
     assert [overlap.pairs for overlap in overlaps] == [False] * 4 + [True]

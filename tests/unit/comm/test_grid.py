@@ -23,7 +23,7 @@ def test_neighbouring_replicas_share_experts_and_others_hold_the_same() -> None:
     assert layout.world == 16
     rank = RankGrid(layout, 5)
     assert (rank.peers("ep"), rank.peers("expert_dp")) == ((1, 5), (5, 13))
-    assert rank.peers("expert_dp", "tp") == (4, 5, 12, 13)
+    assert rank.peers("expert_dp", "etp") == (4, 5, 12, 13)
     places = [RankGrid(layout, rank) for rank in range(16)]
     assert all(one.index("dp") == 2 * one.index("expert_dp") + one.index("ep") for one in places)
 
@@ -48,9 +48,22 @@ def test_whole_experts_lie_on_all_ranks_of_a_stage() -> None:
     assert (rank.peers("ep"), rank.peers("expert_dp")) == ((6, 7), (4, 6, 12, 14))
     across = Layout(dp=2, pp=2, tp=2, ep=4, etp=1)
     assert RankGrid(across, 0).rows("ep") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_neighbours_share_the_width_of_experts_and_groups_of_them_the_experts() -> None:
+    layout = Layout(dp=2, pp=2, tp=4, ep=2, etp=2)
+    assert (layout.num_etp_groups, layout.num_expert_replicas) == (2, 2)
+    rank = RankGrid(layout, 6)  # replica 0, stage 1, third of its tensor-parallel ranks
+    assert (rank.peers("etp"), rank.peers("etp_group")) == ((6, 7), (4, 6))
+    assert (rank.peers("ep"), rank.peers("expert_dp")) == ((4, 6), (6, 14))
+    assert rank.peers("expert_dp", "etp") == (6, 7, 14, 15)
+    across = Layout(dp=2, pp=2, tp=4, ep=4, etp=2)
+    assert RankGrid(across, 0).rows("ep")[:2] == [[0, 2, 8, 10], [1, 3, 9, 11]]
     for one in (RankGrid(layout, rank) for rank in range(16)):
-        own = (one.peers("ep")[one.index("ep")], one.peers("expert_dp")[one.index("expert_dp")])
-        assert own == (one.rank, one.rank)
+        for axis in ("etp", "etp_group", "ep", "expert_dp"):
+            assert one.peers(axis)[one.index(axis)] == one.rank
+    whole = RankGrid(Layout(dp=2, tp=4), 5)
+    assert (whole.peers("etp"), whole.peers("etp_group")) == (whole.peers("tp"), (5,))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,7 @@ def test_whole_experts_lie_on_all_ranks_of_a_stage() -> None:
     [
         Layout(dp=8, pp=2, ep=2, zero=2, shard_group=4),
         Layout(dp=4, tp=2, pp=2, ep=2, zero=3, shard_group=2),
-        Layout(dp=4, tp=2, ep=4, etp=1, zero=1, shard_group=2),
+        Layout(dp=4, tp=4, ep=4, etp=2, zero=1, shard_group=2),
         Layout(dp=2, cp=4, ep=2, zero=3, shard_group=4),
     ],
     ids=str,

@@ -178,6 +178,14 @@ def test_layouts_that_the_framework_does_not_have_are_refused(
         script(load_job("llama3-8b", [f"layout.{key}" for key in keys]), framework)
 
 
+def test_the_width_of_experts_is_written_where_the_framework_has_it() -> None:
+    job = load_job("qwen3-30b-a3b", ["layout.tp=4", "layout.etp=2", "layout.dp=4", "layout.ep=8"])
+    given = read_command_line(script(job, "megatron-core"))
+    assert (given["expert_tensor_parallel_size"], given["expert_model_parallel_size"]) == (2, 8)
+    with pytest.raises(BadInputError, match=r"layout.etp = 2.*1 or layout.tp = 4"):
+        script(job, "torch-fsdp")
+
+
 def test_groups_that_share_state_and_stages_with_embedding_and_head_are_written() -> None:
     grouped_job = load_job("llama3-8b", ["layout.dp=8", "layout.zero=1", "layout.shard_group=4"])
     grouped = read_command_line(script(grouped_job, "megatron-core"))

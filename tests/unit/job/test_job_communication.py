@@ -79,7 +79,7 @@ CANNOT_BE = [
     (
         ["model.experts=4", "layout.dp=4", "layout.ep=2", "comm.sync_every=4"],
         "comm.sync_every",
-        "1, or layout.etp = 1 and layout.ep = layout.tp: with DiLoCo replicas do not exchange tokens",
+        "1, or layout.ep x layout.etp = layout.tp: with DiLoCo replicas do not exchange tokens",
     ),
     (["comm.sync_every=3"], "train.steps", "multiple of comm.sync_every = 3"),
     (["comm.sync_every=4", "train.validate_every=6"], "train.validate_every", "multiple of comm.sync_every"),

@@ -62,7 +62,7 @@ LAYOUTS = [
     {"dp": 4, "pp": 2, "tp": 2, "ep": 4, "zero": 1},
     {"dp": 4, "tp": 4, "ep": 8, "etp": 1, "zero": 2},
     {"dp": 4, "cp": 2, "tp": 2, "ep": 8, "zero": 1},
-    {"dp": 2, "pp": 2, "tp": 4, "ep": 2, "etp": 1, "zero": 1, "virtual_stages": 3},
+    {"dp": 2, "pp": 2, "tp": 4, "ep": 4, "etp": 2, "zero": 1, "virtual_stages": 3},
 ]
 
 
@@ -130,10 +130,11 @@ def test_a_token_crosses_once_to_each_node_of_its_experts() -> None:
 
 
 def test_whole_experts_need_no_gathers_of_the_sequence() -> None:
-    cut, whole = (_costs(dp=2, tp=4, ep=2, **more) for more in ({}, {"etp": 1}))
-    sizes = [sum(_sent(transfer_phases(one), "tensor-forward").values()) for one in (cut, whole)]
+    every = [_costs(dp=2, tp=4, ep=2, **more) for more in ({}, {"etp": 2}, {"etp": 1})]
+    cut, part, whole = (sum(_sent(transfer_phases(one), "tensor-forward").values()) for one in every)
     one = BATCH * MODEL.sequence * MODEL.hidden * 2 * 3  # three of four ranks, of all replicas
-    assert sizes[0] - sizes[1] == pytest.approx(5 * 2 * one)
+    assert cut - whole == pytest.approx(5 * 2 * one)
+    assert part - whole == pytest.approx(5 * 2 * one / 3)  # one of two ranks, which have half of a sequence
 
 
 def _draw(nodes: list[int], *, meets: bool = True, **keys: Any) -> HashDraw:

@@ -207,23 +207,27 @@ def test_the_search_divides_experts_among_replicas() -> None:
     grids = list(layout_grids(PROBLEM))
     assert {grid.ep for grid in grids if (grid.tp, grid.pp) == (1, 1)} == {1, 2, 4, 8, 16}
     cut, whole = (
-        {grid.ep for grid in grids if (grid.tp, grid.pp, grid.whole_experts) == (2, 2, kind)}
-        for kind in (False, True)
+        {grid.ep for grid in grids if (grid.tp, grid.pp, grid.etp) == (2, 2, etp)} for etp in (None, 1)
     )
     assert (cut, whole) == ({1, 2, 4}, {1, 2, 4, 8})
-    assert not any(grid.whole_experts for grid in grids if grid.tp == 1)
+    assert not any(grid.etp for grid in grids if grid.tp == 1)
+    given = layout_grids(replace(PROBLEM, fixed={"tp": 8}))
+    assert [{grid.expert_tp for grid in of if grid.tp == 8} for of in (grids, given)] == [
+        {1, 8},
+        {1, 2, 4, 8},
+    ]
     assert all(shard.shard_group is None for grid in grids if grid.experts.folds for shard in grid.shards)
     alone = layout_grids(replace(PROBLEM, comm=CommConfig(sync_every=2)))
-    kinds = {(grid.tp, grid.ep, grid.whole_experts) for grid in alone if grid.experts.folds}
-    assert kinds == {(tp, tp, True) for tp in (2, 4, 8)}, "each replica has its own experts"
+    kinds = {(grid.tp, grid.ep, grid.etp) for grid in alone if grid.experts.folds}
+    assert kinds == {(tp, tp, 1) for tp in (2, 4, 8)}, "each replica has its own experts"
     fixed = list(layout_grids(replace(PROBLEM, fixed={"ep": 8})))
     assert fixed and {grid.ep for grid in fixed} == {8}
     given = list(layout_grids(replace(PROBLEM, fixed={"etp": 1, "tp": 4})))
-    assert given and all(grid.whole_experts for grid in given)
+    assert given and all(grid.etp == 1 for grid in given)
     given = list(layout_grids(replace(PROBLEM, fixed={"etp": 4})))
-    assert {(grid.tp, grid.whole_experts) for grid in given} == {(4, False)}
+    assert {(grid.tp, grid.etp) for grid in given} == {(4, None), (8, 4)}
     dense = replace(PROBLEM, model=MODEL.model_copy(update={"experts": None, "dense_layers": 0}))
-    assert {(grid.ep, grid.whole_experts) for grid in layout_grids(dense)} == {(1, False)}
+    assert {(grid.ep, grid.etp) for grid in layout_grids(dense)} == {(1, None)}
 
 
 def test_the_closed_form_is_near_the_simulator_with_experts_on_other_ranks() -> None:
@@ -280,6 +284,8 @@ def test_a_given_number_of_ranks_is_planned() -> None:
         Layout(dp=2, pp=2, tp=4, ep=8, etp=1),
         Layout(dp=4, pp=1, tp=4, ep=8, etp=1),
         Layout(dp=2, pp=4, tp=8, ep=2, etp=1),
+        Layout(dp=2, pp=2, tp=8, ep=2, etp=2),
+        Layout(dp=4, pp=2, tp=4, ep=4, etp=2, zero=1, shard_group=2),
         Layout(dp=8, pp=1, tp=2, ep=1, etp=1),
         Layout(dp=8, pp=2, tp=2, ep=2, zero=1, shard_group=4),
         Layout(dp=4, pp=2, tp=4, ep=2, etp=1, zero=1, shard_group=2),
@@ -314,6 +320,8 @@ def test_whole_experts_are_shared_by_the_ranks_of_a_stage() -> None:
     assert whole.gradients - cut.gradients == 4 * experts * (1 / 4 - 1 / 16)
     assert whole.optimizer == pytest.approx(cut.optimizer, rel=1e-6)
     assert memory(ep=16, etp=1).gradients == pytest.approx(cut.gradients, rel=1e-6)
+    assert memory(ep=8, etp=2).gradients == pytest.approx(cut.gradients, rel=1e-6)
+    assert whole.activations < memory(ep=4, etp=2).activations < cut.activations
     # a rank keeps the copies of its own tokens only
     assert whole.activations < cut.activations
 
@@ -330,6 +338,8 @@ def test_whole_experts_send_each_token_once_and_gather_no_sequence() -> None:
     (cut, gathered), (whole, own) = of_block(alone, dp=4, ep=4), of_block(alone, dp=4, ep=16, etp=1)
     assert 0 < whole < 0.4 * cut
     assert own == pytest.approx(gathered / 2)
+    part = of_block(alone, dp=4, ep=8, etp=2)  # two of four ranks gather half of the sequence
+    assert whole < part[0] < cut and own < part[1] < gathered
     in_node = of_block(alone, dp=4, ep=4, etp=1)
     assert 0 < in_node[0] < whole, "four tensor-parallel ranks are neighbours"
     # shared experts gather the sequence for themselves, and the losses of the router gather scores
@@ -356,26 +366,29 @@ def test_an_explained_plan_names_whole_experts() -> None:
     candidate = candidate_of(dp=4, ep=8, tp=4, etp=1, micro_batch=1, zero=1)
     assert describe_layout(candidate).startswith("dp 4 ep 8 etp 1 tp 4 pp 1")
     near = {what: other.layout for what, other in neighbour_layouts(PROBLEM, candidate)}
-    assert not any(what.startswith("etp") for what in near), "eight ranks cannot share experts cut by tp"
+    (other,) = (layout for what, layout in near.items() if what.startswith("etp"))
+    assert other.etp == 2, "eight ranks cannot share experts cut by tp"
     assert {near[what].ep for what in near if what.startswith("ep ")} == {4, 16}
     candidate = replace(candidate, layout=candidate.layout.model_copy(update={"ep": 4}))
     near = {what: other.layout for what, other in neighbour_layouts(PROBLEM, candidate)}
+    candidate = replace(candidate, layout=candidate.layout.model_copy(update={"etp": 2}))
+    near = {what: other.layout for what, other in neighbour_layouts(PROBLEM, candidate)}
     (other,) = (layout for what, layout in near.items() if what.startswith("etp 4"))
     assert other.etp is None and other.ep == 4
-    assert {layout.expert_tp for layout in near.values() if layout.tp == 4} == {1, 4}
+    assert {layout.expert_tp for layout in near.values() if layout.tp == 4} == {1, 2, 4}
 
 
 def test_a_given_etp_is_planned() -> None:
     cluster = load_cluster("eos-3072xh100", ["nodes=1"])
 
-    def grids(*keys: str) -> set[tuple[int, int, bool]]:
+    def grids(*keys: str) -> set[tuple[int, int, int]]:
         problem = problem_of(load_job_to_plan("tiny-moe", list(keys)), cluster)
-        return {(grid.tp, grid.ep, grid.whole_experts) for grid in layout_grids(problem)}
+        return {(grid.tp, grid.ep, grid.expert_tp) for grid in layout_grids(problem)}
 
-    assert all(whole for *_, whole in grids("layout.tp=2", "layout.etp=1"))
-    assert {tp for tp, *_ in grids("layout.etp=2")} == {2}
+    assert {etp for *_, etp in grids("layout.tp=2", "layout.etp=1")} == {1}
+    assert {(tp, etp) for tp, _, etp in grids("layout.etp=2")} == {(2, 2), (4, 2)}
     # eight ranks share experts only if these are whole
-    assert grids("layout.tp=2", "layout.dp=4", "layout.ep=8") == {(2, 8, True)}
+    assert grids("layout.tp=2", "layout.dp=4", "layout.ep=8") == {(2, 8, 1)}
     with pytest.raises(BadInputError, match=r"layout\.ep"):
         grids("layout.tp=2", "layout.dp=2", "layout.ep=8")
 
@@ -468,7 +481,7 @@ def test_a_given_load_is_planned_and_explained() -> None:
 
 
 def test_a_token_that_travels_once_takes_each_link_once() -> None:
-    grid = ExpertGrid(dp=8, tp=4, ep=32, whole=True, replica_stride=4)
+    grid = ExpertGrid(dp=8, tp=4, ep=32, etp_groups=4, replica_stride=4)
     ((everyone, rows),) = grid.hops(64, 8, 8)
     assert (everyone.size, rows) == (32, 8.0)
     ((everyone, of_ranks),) = replace(grid, dispatch="rank").hops(64, 8, 8)
@@ -481,7 +494,7 @@ def test_a_token_that_travels_once_takes_each_link_once() -> None:
     assert inside.run.within(8, inside.size, inside.stride) == 8
     # a node alone, or one rank in each node, leaves one hop
     assert len(replace(grid, ep=8, dispatch="node").hops(64, 8, 8)) == 1
-    assert len(replace(grid, whole=False, ep=8, replica_stride=8, dispatch="node").hops(64, 8, 8)) == 1
+    assert len(replace(grid, etp_groups=1, ep=8, replica_stride=8, dispatch="node").hops(64, 8, 8)) == 1
 
 
 def test_a_dispatch_by_node_is_quicker_where_links_between_nodes_are_slow() -> None:

@@ -164,17 +164,16 @@ def _local_rates(cluster: Cluster, inside: Number, stride: Number) -> Number:
     return np.array(rates)[places.reshape(-1)].reshape(sizes.shape)
 
 
-def tensor_group(cluster: Cluster, size: Number) -> CommGroup:
-    """Return the group of neighbouring ranks that shard matrices among them."""
-    group, link = group_along(cluster, size, 1.0), cluster.links.tensor
+def tensor_group(cluster: Cluster, size: Number, stride: float = 1.0) -> CommGroup:
+    """Return the group of neighbouring ranks that shard matrices among them, or of one of ``stride``."""
+    group, link = group_along(cluster, size, stride), cluster.links.tensor
     step = cluster.link("network").host_step_seconds
+    crosses = np.asarray(size) * stride > cluster.accelerators_per_node
     if step:
-        crosses = np.asarray(size) > cluster.accelerators_per_node
         group = replace(group, latency_seconds=group.latency_seconds - np.where(crosses, step, 0.0))
     if link is None:
         return replace(group, skew_seconds=cluster.links.node.skew_seconds)
     # Between nodes, the copies before and after add to the transfer.
-    crosses = np.asarray(size) > cluster.accelerators_per_node
     both = 1 / (1 / np.asarray(group.bytes_per_second) + 1 / link.bytes_per_second)
     return CommGroup(
         size=size,

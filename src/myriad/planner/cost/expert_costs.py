@@ -7,6 +7,7 @@ forward one of their numbers. A tensor-parallel rank sends, of T tokens of a mic
     experts cut by tp      all T, and its peers send the same to other parts of the same experts
     whole experts          T / tp: nothing is gathered before experts or summed after them, apart from shared
                            experts, and the scores for the losses of the router
+    between them           T etp / tp: the ranks that share an expert gather them, and scatter their sums
     gathered on arrival    T / tp: the ranks that share an expert gather what arrives, and sum what they
                            computed of it (`FrameworkProfile.gathers_arrived`)
 
@@ -78,7 +79,7 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
         packed, load = values * rows * 8 * value, context.experts.load
         operators = 16.0 + 12.0 * len(hops) + kernels
         return load * forward + packed, load * backward + packed, operators
-    arrived = values * context.experts.load * (context.tp if context.gathers_arrived else 1.0)
+    arrived = values * context.experts.load * (context.experts.expert_tp if context.gathers_arrived else 1.0)
     again = arrived * 4 * value
     return forward + again, backward + again, 24.0 + kernels
 
@@ -86,10 +87,11 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
 def score_gather_seconds(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
     """Return the seconds in which tensor-parallel ranks that each route a part of the sequence gather the
     scores for the losses of the router: in the backward, sum their gradients."""
-    has_losses = model.balance_loss or model.router_z_loss
-    if model.experts is None or not context.experts.whole or not has_losses:
+    has_losses, experts = model.balance_loss or model.router_z_loss, context.experts
+    if model.experts is None or experts.etp_groups == 1 or not has_losses:
         return 0.0
-    return all_gather_seconds(tensor_group(context.cluster, context.tp), 4.0 * tokens * model.experts)
+    group = tensor_group(context.cluster, float(experts.etp_groups), experts.expert_tp)
+    return all_gather_seconds(group, 4.0 * tokens * model.experts)
 
 
 def expert_exchange(
@@ -178,9 +180,11 @@ def _hop_rows(model: ModelConfig, context: LayerContext) -> tuple[tuple[RankGrou
 
 
 def _gathered_on_arrival(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
-    """Return the seconds in which tensor-parallel ranks gather the tokens that arrived, and sum results."""
+    """Return the seconds in which the ranks that share an expert gather the tokens that arrived, and sum
+    results."""
     if not context.gathers_arrived:
         return 0.0
-    copies = context.experts.load * tokens * model.experts_per_token
+    experts = context.experts
+    copies = experts.load * tokens / experts.etp_groups * model.experts_per_token
     num_bytes = copies * model.hidden * context.value_bytes
-    return 2 * all_gather_seconds(tensor_group(context.cluster, context.tp), num_bytes)
+    return 2 * all_gather_seconds(tensor_group(context.cluster, float(experts.expert_tp)), num_bytes)

@@ -1,11 +1,12 @@
 """The ranks of a stage as experts see them: those that share experts, and those that hold the same ones.
 
-Both are places of one line of ranks, of which `myriad.comm.grid` takes neighbours for ``ep``: the replicas of
-a stage, or with whole experts (``layout.etp = 1``) the tensor-parallel ranks of each replica in turn. So with
-whole experts a group may come in runs of tensor-parallel ranks:
+Both are places of one line, of which `myriad.comm.grid` takes neighbours for ``ep``: the replicas of a
+stage, or where fewer than all tensor-parallel ranks share the width of experts (``layout.etp``), their groups
+in each replica in turn. The ranks then come in runs, with one of each of these groups:
 
     dp=2 pp=2 tp=4 ep=8 etp=1      ep ranks 0 1 2 3  8 9 10 11         runs of 4, 8 apart
     dp=2 pp=2 tp=4 ep=2 etp=1      the same experts on 0 2  8 10       runs of 2 (2 apart), 8 apart
+    dp=2 pp=2 tp=4 ep=4 etp=2      ep ranks 0 2  8 10                  runs of 2 (2 apart), 8 apart
 """
 
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class ExpertGrid:
     """Ranks that hold the same parameters: replicas, and ranks that share their sequences."""
     tp: int = 1
     ep: int = 1
-    whole: bool = False
-    """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
+    etp_groups: int = 1
+    """Groups of tensor-parallel ranks of which each shares the width of experts (`Layout.num_etp_groups`)."""
     replica_stride: int = 1
     """Mean distance in rank number of two ranks that hold the same parameters and are next to each other."""
     load: float = 1.0
@@ -47,32 +48,33 @@ class ExpertGrid:
 
     @classmethod
     def of(cls, layout: Layout, replica_stride: int, slowdown: float = 1.0) -> "ExpertGrid":
-        whole, load = layout.has_whole_experts, layout.busiest_load
+        groups, load = layout.num_etp_groups, layout.busiest_load
         dispatch = layout.expert_dispatch
         # neighbours share a sequence, if any do, and are nearer than the replicas where stages lie between
         stride = layout.tp if 1 < layout.ep <= layout.cp or layout.pp == 1 else replica_stride // layout.cp
-        return cls(layout.num_holders, layout.tp, layout.ep, whole, stride, load, dispatch, slowdown)
+        return cls(layout.num_holders, layout.tp, layout.ep, groups, stride, load, dispatch, slowdown)
 
     @property
     def expert_tp(self) -> int:
         """Tensor-parallel ranks that share the width of each expert."""
-        return 1 if self.whole else self.tp
+        return self.tp // self.etp_groups
 
     @property
     def folds(self) -> bool:
         """Whether experts lie on other ranks than the other parameters of their block."""
-        return self.ep > 1 or self.whole
+        return self.ep > 1 or self.etp_groups > 1
 
     @property
     def num_replicas(self) -> int:
         """Ranks that hold the same part of the same experts."""
-        return self.dp * self.tp // (self.ep * self.expert_tp)
+        return self.dp * self.etp_groups // self.ep
 
     @property
     def sharing(self) -> RankGroup:
         """The ranks that share experts."""
-        near = gcd(self.ep, self.tp) if self.whole else 1
-        return RankGroup(self.ep, self.replica_stride, RankRun(near))
+        near = gcd(self.ep, self.etp_groups)
+        run = RankRun(near, self.expert_tp) if near > 1 else RankRun()
+        return RankGroup(self.ep, self.replica_stride, run)
 
     def hops(
         self, num_experts: int, num_chosen: int, per_node: int, most_nodes: int | None = None
@@ -90,17 +92,17 @@ class ExpertGrid:
             return ((everyone, rows),)
         nodes, length = self.ep // near, everyone.run.length
         between = RankGroup(nodes, max(per_node, everyone.stride * near // length), RankRun())
-        inside = RankGroup(near, everyone.stride, RankRun(min(length, near)))
+        inside = RankGroup(near, everyone.stride, everyone.run._replace(length=min(length, near)))
         between_rows = min(_distinct(num_experts, num_chosen, nodes), float(most_nodes or nodes))
         return (between, between_rows), (inside, rows)
 
     def alike(self, num_groups: int = 1) -> RankGroup:
         """Return the ranks that hold the same experts, of one of ``num_groups`` shard groups."""
         size = self.num_replicas // num_groups
-        if not self.whole:
+        if self.etp_groups == 1:
             return RankGroup(size, self.replica_stride * self.ep, RankRun())
-        near = gcd(self.ep, self.tp)
-        run = RankRun(gcd(self.tp // near, size), near)
+        near = gcd(self.ep, self.etp_groups)
+        run = RankRun(gcd(self.etp_groups // near, size), near * self.expert_tp)
         return RankGroup(size, self.replica_stride * (self.ep // near), run)
 
 

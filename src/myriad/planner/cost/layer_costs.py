@@ -269,7 +269,18 @@ def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[
     if not context.profile.sequence_parallel:
         return scatters * all_reduce_seconds(group, num_bytes), 0.0, 0.0
     one = all_gather_seconds(group, num_bytes)
-    return (gathers + scatters) * one, gathers * one * group.busy_ratio, gathers * one
+    part = _part_gather_seconds(model, context, num_bytes)
+    entering, leaving = gathers * one + part, scatters * one + part
+    return entering + leaving, entering * group.busy_ratio, entering
+
+
+def _part_gather_seconds(model: ModelConfig, context: LayerContext, num_bytes: Number) -> Number:
+    """Return the seconds in which the ranks that share an expert gather their part of ``num_bytes``; 0: they
+    gather all of it, or nothing."""
+    if not context.gathers_part(model):
+        return 0.0
+    group = tensor_group(context.cluster, float(context.experts.expert_tp))
+    return all_gather_seconds(group, num_bytes / context.experts.etp_groups)
 
 
 def _crossings(model: ModelConfig, context: LayerContext) -> tuple[int, int]:
@@ -286,7 +297,7 @@ def _exposed(model: ModelConfig, context: LayerContext, comm: Number, behind: Nu
     (`FrameworkProfile.tensor_parts`)."""
     group, parts, cut = tensor_group(context.cluster, context.tp), _parts(model, context), comm
     if context.profile.tensor_parts is None:
-        gathers, scatters = _crossings(model, context)
+        gathers, scatters = (one + context.gathers_part(model) for one in _crossings(model, context))
         crossings = scatters + (gathers if context.profile.sequence_parallel else 0)
         again = np.where(np.asarray(context.tp) > 1, crossings * startup_seconds(group), 0.0)
         cut = comm + (parts - 1) * again

@@ -248,7 +248,7 @@ class Costs:
             return []
         ends = {"embedding": 0, "head": model.layers + 1}
         layer = ends[kind] if kind in ends else 1 + block_of(kind)
-        return hidden_matrices(model, layer, layout.tp, whole_experts=layout.has_whole_experts)
+        return hidden_matrices(model, layer, layout.tp, etp=layout.etp)
 
     @property
     def _by_module(self) -> bool:

@@ -85,17 +85,22 @@ class LayerContext:
     @property
     def gathers_arrived(self) -> bool:
         """Whether tensor-parallel ranks gather the tokens that arrive for the experts that they share."""
-        return self.profile.gathers_arrived and self.experts.ep > 1 and not self.experts.whole
+        return self.profile.gathers_arrived and self.experts.ep > 1 and self.experts.expert_tp > 1
 
     def routed(self, tokens: Number) -> Number:
         """Return the tokens that this rank routes to experts, of so many in a micro-batch."""
-        return tokens / self.tp if self.experts.whole or self.gathers_arrived else tokens
+        return tokens / (self.tp if self.gathers_arrived else self.experts.etp_groups)
 
     def gathers_mlp(self, model: ModelConfig) -> bool:
         """Return whether tensor-parallel ranks gather the sequence for the MLP of a block, or for its shared
         experts."""
-        routes_part = self.experts.whole or self.gathers_arrived
+        routes_part = self.experts.etp_groups > 1 or self.gathers_arrived
         return model.experts is None or model.shared_experts > 0 or not routes_part
+
+    def gathers_part(self, model: ModelConfig) -> bool:
+        """Return whether fewer than all tensor-parallel ranks gather their part of the sequence for routed
+        experts, and no more is gathered."""
+        return not self.gathers_mlp(model) and not self.gathers_arrived and self.experts.expert_tp > 1
 
 
 def block_products(
@@ -119,9 +124,9 @@ def expert_products(
     equally many tokens of all ranks that share experts."""
     assert model.experts is not None
     experts = context.experts
-    cut = 1.0 if experts.whole else context.tp
+    cut = context.tp / experts.etp_groups
     arriving = experts.load * experts.ep * tokens * model.experts_per_token
-    each = arriving / model.experts * (cut / context.tp)
+    each = arriving / model.experts / experts.etp_groups
     held = model.experts / experts.ep
     num_in_kernel = held if context.profile.grouped_experts else 1.0
     shapes = _mlp_shapes(model, model.expert_width / cut)

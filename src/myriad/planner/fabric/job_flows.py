@@ -347,8 +347,8 @@ def _context_transfers(
 
 def tensor_bytes(costs: Costs, layers: Sequence[int], *, backward: bool) -> float:
     """Return the bytes of the whole tensors that are gathered or scattered in the layers of a stage for one
-    micro-batch. A ring carries (tp - 1)/tp of each. The count is that of `myriad.planner.cost.layer_costs`.
-    """
+    micro-batch, as those of one ring, which carries (tp - 1)/tp of each. The count is that of
+    `myriad.planner.cost.layer_costs`."""
     workload = costs.workload
     model = workload.model
     one = float(
@@ -367,12 +367,14 @@ def tensor_bytes(costs: Costs, layers: Sequence[int], *, backward: bool) -> floa
     return one * count
 
 
-def _crossings(costs: Costs, block: int, *, backward: bool) -> int:
-    """Return how often tensor-parallel ranks gather or scatter the sequence in a block; whole experts need
-    neither."""
+def _crossings(costs: Costs, block: int, *, backward: bool) -> float:
+    """Return how often tensor-parallel ranks gather or scatter the sequence in a block. Whole experts need
+    neither, and where fewer than all ranks share an expert, they send (etp - 1)/(tp - 1) of the bytes."""
     workload, profile = costs.workload, costs.workload.profile
     model = workload.model.of_block(block)
-    entries = 1 if model.block == "parallel" else 1 + costs.slice.gathers_mlp(model)
+    entries: float = 1 if model.block == "parallel" else 1 + costs.slice.gathers_mlp(model)
+    if costs.slice.gathers_part(model):
+        entries += (workload.layout.expert_tp - 1) / (workload.layout.tp - 1)
     found = 2 * entries
     if backward:
         again = {"none": 0, "selective": entries if profile.sequence_parallel else 0, "full": 2 * entries}

@@ -131,7 +131,7 @@ def count_groups(
     matrices: Number = 0.0,
     across: Number = 0.0,
     ep: int = 1,
-    whole_experts: bool = False,
+    etp: int | None = None,
 ) -> Number:
     """Return the number of NCCL communicators of a rank for collectives: the world's, those of tensor and
     data parallelism where they differ from the world's, and that of the two ranks with tied parameters
@@ -142,25 +142,24 @@ def count_groups(
     one where their ranks are neither an axis nor the world. Muon's ``matrices`` (0 or 1) have one. Groups of
     ``layout.shard_group`` (``across``, 0 or 1) have two instead of that of data parallelism. ``ep`` ranks
     that share experts have one for tokens; those that hold the same have another one (and ``across``), and
-    more for LAMB's norms and Muon's matrices. ``whole_experts``: tensor-parallel ranks are among them."""
+    more for LAMB's norms and Muon's matrices. ``etp`` ranks that share the width of experts have one, and so
+    have those with other parts of a sequence, unless these are all tensor-parallel ranks, or one."""
     axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
     apart = (np.asarray(pp) > 1) | (np.asarray(across) > 0)
     world = np.where(apart | (axes > 1), 1.0, 0.0)
     norms = np.where((axes > 1) & apart, lamb_over_zero, 0.0)
     copies = np.where((np.asarray(tp) > kv_heads) & (kv_heads > 1), 1.0, 0.0)
     found = axes + across + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
-    found = found + across * (whole_experts or ep > 1)
-    if whole_experts:
-        several = np.asarray(dp) * np.asarray(tp) > ep
-        if ep == 1:
-            return found + several
-        # where ep is tp, the ranks that hold the same experts are replicas: LAMB's norms have their group
-        return found + 1 + several * (1 + matrices + np.where(np.asarray(tp) == ep, 0.0, lamb_over_zero))
+    width = np.asarray(tp) if etp is None else np.full_like(np.asarray(tp), etp)
+    parts = np.asarray(tp) / width
+    folds = (parts > 1) | (ep > 1)
+    several, sharded = np.asarray(dp) * parts > ep, width > 1
+    found = found + np.where((parts > 1) & sharded, 2.0, 0.0) + np.where(folds, across + several, 0.0)
     if ep == 1:
         return found
-    several, sharded = np.asarray(dp) > ep, np.asarray(tp) > 1
-    found = found + 1 + several + np.where(several | sharded, matrices, 0.0)
-    return found + np.where(several & sharded, lamb_over_zero, 0.0)
+    # where experts are whole and ep is tp, the ranks that hold the same ones are replicas, which have a group
+    norms = np.where(sharded, 1.0, (parts > 1) & (parts != ep)) * lamb_over_zero
+    return found + 1 + np.where(several | sharded, matrices, 0.0) + np.where(several, norms, 0.0)
 
 
 def count_context_groups(ring: int, ulysses: int) -> int:
@@ -202,15 +201,15 @@ class _Layouts:
     trains_alone: bool
     on_cpu: bool
     ep: int
-    whole_experts: bool
+    etp: int | None
     context: tuple[int, int]
     generation: GenerationBytes | None
     last: bool = False
 
     @property
     def num_expert_shards(self) -> Number:
-        cut = self.tp if self.whole_experts else 1.0
-        return np.where(self.zero > 0, self.num_shards * cut / self.ep, 1.0)
+        parts = 1.0 if self.etp is None else self.tp / self.etp
+        return np.where(self.zero > 0, self.num_shards * parts / self.ep, 1.0)
 
     @cached_property
     def blocks(self) -> Number:
@@ -271,7 +270,7 @@ def worst_stage_memory(
     on_cpu: bool = False,
     shard_group: Number = 0.0,
     ep: int = 1,
-    whole_experts: bool = False,
+    etp: int | None = None,
     expert_load: float = 1.0,
     context: tuple[int, int] = (1, 1),
     generates: bool = False,
@@ -280,9 +279,9 @@ def worst_stage_memory(
     selective, 2 full. ``reduce_each``, and ``eager`` to ``gpipe`` for the schedule: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
     moving average of the parameters. ``trains_alone``: replicas agree every few steps. ``ep``: ranks that
-    share experts; ``whole_experts`` and ``expert_load``: of `Layout`. ``dp``: ranks that hold the same
+    share experts; ``etp`` and ``expert_load``: of `Layout`. ``dp``: ranks that hold the same
     parameters. ``context``: of `MicroBatchShard`. ``generates``: generate texts between steps."""
-    where = value_bytes, on_cpu, ep, whole_experts, min(expert_load, float(ep)), context
+    where = value_bytes, on_cpu, ep, etp, min(expert_load, float(ep)), context
     part = MicroBatchShard(_floats(tp), _floats(micro_batch), *where)
     first = _Layouts(
         model,
@@ -307,7 +306,7 @@ def worst_stage_memory(
         trains_alone=trains_alone,
         on_cpu=on_cpu,
         ep=ep,
-        whole_experts=whole_experts,
+        etp=etp,
         context=context,
         generation=generation_bytes(whole_model(model, context), profile, part) if generates else None,
     )
@@ -353,7 +352,7 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         matrices=1.0 if where.optimizer == "muon" else 0.0,
         across=np.where((where.zero > 0) & (where.num_shards < where.dp), 1.0, 0.0),
         ep=where.ep,
-        whole_experts=where.whole_experts,
+        etp=where.etp,
     )
     return groups + count_context_groups(*where.context), pairs
 

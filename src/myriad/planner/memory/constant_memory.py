@@ -44,7 +44,7 @@ def count_communicators(
         lamb_over_zero=float(optimizer == "lamb" and layout.zero > 0),
         matrices=float(optimizer == "muon" and (comm.sync_every == 1 or layout.tp > 1)),
         ep=layout.ep,
-        whole_experts=layout.has_whole_experts,
+        etp=layout.etp,
     )
     groups += count_context_groups(layout.ring, layout.ulysses)
     return int(groups), len(pairs)

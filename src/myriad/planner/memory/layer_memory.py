@@ -65,8 +65,8 @@ class MicroBatchShard:
     on_cpu: bool = False
     ep: int = 1
     """Ranks that share the experts of a block."""
-    whole_experts: bool = False
-    """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
+    etp: int | None = None
+    """Tensor-parallel ranks that share the width of each expert; ``None``: all of them."""
     expert_load: float = 1.0
     """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
     context: tuple[int, int] = (1, 1)
@@ -79,17 +79,21 @@ class MicroBatchShard:
     @property
     def expert_tp(self) -> Number:
         """Tensor-parallel ranks that share the width of each expert."""
-        return 1.0 if self.whole_experts else self.tp
+        return self.tp if self.etp is None else float(self.etp)
+
+    @property
+    def etp_groups(self) -> Number:
+        """Groups of tensor-parallel ranks of which each shares the width of experts."""
+        return self.tp / self.expert_tp
 
     @property
     def folds_experts(self) -> bool:
         """Whether experts lie on other ranks than the other parameters of their block."""
-        return self.ep > 1 or self.whole_experts
+        return self.ep > 1 or bool(np.any(np.asarray(self.etp_groups) > 1))
 
     def routed_tokens(self, model: ModelConfig) -> Number:
-        """Return the tokens that the rank routes to experts: with whole experts those of its part of the
-        sequence."""
-        return self.tokens(model) / (self.tp / self.expert_tp)
+        """Return the tokens that the rank routes to experts: those of its group's part of the sequence."""
+        return self.tokens(model) / self.etp_groups
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def _again(
     if kind == "block":
         ups, block = model.up_matrices, model.of_block(layer)
         value = part.value_bytes
-        entering = part.tokens(model) if _gathers_mlp(block, part) else part.routed_tokens(model)
+        entering = _mlp_tokens(block, part)
         inner = part.tokens(model) * (ups + 1) * _inner_width(block, part) / part.tp
         forward = value * (2 * model.hidden * entering + inner) + _ordered_tokens(block, part) * 2 * value
         forward = np.maximum(forward, value * 2 * model.hidden * part.tokens(model))  # of attention
@@ -169,11 +173,11 @@ def _block_kept(
         return _kept_values(model, profile, values, layer, part)
     if not is_myriad(profile):
         return _published_kept(model, profile, layer, part, recompute)
-    if profile.gathers_arrived and part.ep > 1 and not part.whole_experts:
+    if profile.gathers_arrived and part.ep > 1:
         # Of the copies of a rank's own part only the inputs of experts are gathered.
-        own = _ours_kept(model, "block", layer, replace(part, whole_experts=True), recompute)
+        own = _ours_kept(model, "block", layer, replace(part, etp=1), recompute)
         copies = part.expert_load * _ordered_tokens(model.of_block(layer), part) * part.value_bytes
-        return own + copies * (1 - 1 / part.tp)
+        return own + copies * (1 - 1 / part.expert_tp)
     return _ours_kept(model, "block", layer, part, recompute)
 
 
@@ -211,9 +215,7 @@ def _ours_kept(
         return of_each_degree(part.tp, lambda tp: own(tp=tp))
 
     tokens = part.tokens(model)
-    per_token = partial(
-        kept_bytes_per_token, ep=part.ep, whole_experts=part.whole_experts, expert_load=part.expert_load
-    )
+    per_token = partial(kept_bytes_per_token, ep=part.ep, etp=part.etp, expert_load=part.expert_load)
     return tokens * each(per_token) + each(kept_bytes_per_micro_batch)
 
 
@@ -261,15 +263,16 @@ def _block_passing(
     ups = model.up_matrices
     apart = profile.memory.gather_buffers == 0
     gathered = np.where((np.asarray(part.tp) > 1) & apart, whole, 0.0)
+    of_mlp = _mlp_tokens(model, part) / tokens
     again = inner if recompute == "selective" else 0.0
     product = _product_bytes(model.hidden * model.mlp_width / _mlp_ranks(model, part), part)
     at_down = inner + again + product
     at_activation = inner * (ups + (1 if ups == 2 else 0)) + again
-    entering = gathered if _gathers_mlp(model, part) else 0.0
+    entering = np.where(of_mlp * np.asarray(part.tp) > 1.5, of_mlp * gathered, 0.0)
     backward = stream + entering + np.maximum(at_down, at_activation)
     # Results of experts in the order of tokens, times their gates in float32; and their gradients.
     ordered = _ordered_tokens(model, part)
-    forward = entering + ordered * (value + 4) + (whole if _gathers_mlp(model, part) else stream)
+    forward = entering + ordered * (value + 4) + np.maximum(of_mlp * whole, stream)
     forward = np.maximum(forward, whole + gathered)  # of attention
     backward = backward + ordered * (2 * value + 4)
     if model.latent is not None:
@@ -314,9 +317,12 @@ def _inner_width(model: ModelConfig, part: MicroBatchShard) -> float:
     return model.active_width + (part.expert_load - 1) * routed
 
 
-def _gathers_mlp(model: ModelConfig, part: MicroBatchShard) -> bool:
-    """Return whether tensor-parallel ranks gather the sequence for a block's MLP, or its shared experts."""
-    return model.experts is None or not part.whole_experts or model.shared_experts > 0
+def _mlp_tokens(model: ModelConfig, part: MicroBatchShard) -> Number:
+    """Return the tokens that enter a block's MLP on a rank: all of them, also for shared experts, or those
+    that it routes."""
+    if model.experts is None or model.shared_experts:
+        return part.tokens(model)
+    return part.routed_tokens(model)
 
 
 def _mlp_ranks(model: ModelConfig, part: MicroBatchShard) -> Number:
@@ -386,9 +392,12 @@ def product_inputs(model: ModelConfig, layer: int, part: MicroBatchShard) -> Num
     cut = 2 * width + 2 * keys + inner
     whole: Number = (model.num_gathers + model.num_scatters) * model.hidden
     if model.experts is not None:  # copies of tokens and the gradients of their results
-        if not _gathers_mlp(model, part):  # only the router's input, of this rank's part
-            whole = 2 * model.hidden
-        copies = 2 * part.expert_load * model.experts_per_token + part.whole_experts
+        several = np.asarray(part.etp_groups) > 1
+        if not model.shared_experts:  # else their input and its counterpart, of the whole sequence
+            whole = np.where(several, 2 * model.hidden, whole)
+        copies: Number = 2 * part.expert_load * model.experts_per_token
+        # the router's input, and the gathered gradient of the results
+        copies = copies + np.where(several, 1.0 + (np.asarray(part.expert_tp) > 1), 0.0)
         whole = whole + copies * model.hidden * part.routed_tokens(model) / part.tokens(model)
     if model.latent is not None:  # the latents' gradients, normalized latents, and the heads' gradients
         latent = model.latent

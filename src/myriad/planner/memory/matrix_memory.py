@@ -80,10 +80,7 @@ def matrix_bytes(
     loads = [0.0] * (sharers.replicas * sharers.tp)
     found = []
     for layers, size in zip(stages, sizes, strict=True):
-        every = (
-            hidden_matrices(workload.model, layer, layout.tp, whole_experts=layout.has_whole_experts)
-            for layer in layers
-        )
+        every = (hidden_matrices(workload.model, layer, layout.tp, etp=layout.etp) for layer in layers)
         matrices = [one for of_layer in every for one in of_layer]
         if layout.folds_experts:
             matrices = matrices_of_rank(matrices, layout.ep, of_experts=of_experts)

@@ -93,11 +93,11 @@ def layer_memory(
     tp: npt.NDArray[np.float64],
     micro_batch: npt.NDArray[np.float64],
     recompute: npt.NDArray[np.float64],
-    where: tuple[int, bool, int, bool, float, tuple[int, int]],
+    where: tuple[int, bool, int, int | None, float, tuple[int, int]],
 ) -> LayerMemory:
     """Return the layer memory of every layout, computed once for each distinct combination. ``where``: bytes
-    of a value, whether the device is a CPU, the ranks that share experts, whether these are whole, the
-    load of the busiest rank, and the ranks that share sequences."""
+    of a value, whether the device is a CPU, the ranks that share experts, those that share the width of each,
+    the load of the busiest rank, and the ranks that share sequences."""
     keys, index = np.unique((tp * _MORE + micro_batch) * 4 + recompute, return_inverse=True)
     found = [
         _memory_of(model, profile, MicroBatchShard(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])

@@ -304,7 +304,7 @@ class _MemoryWalk:
             for key in self._chunks_of(stage):
                 now.grad_buffers.put(key, self.buffer_bytes * self.chunks[key])
         layout = self.workload.layout
-        if does.starts is Collective.REDUCE and (layout.num_holders > 1 or layout.has_whole_experts):
+        if does.starts is Collective.REDUCE and (layout.num_holders > 1 or layout.num_etp_groups > 1):
             own = self._own_chunks(stage)
             self.reduced_keys[stage] = [*own, _TIED] if index == self.tied_starts else own
             now.rooms.append(self._rooms(stage, self.model.room))

@@ -68,7 +68,7 @@ class StageMemory:
         self.workload, self.layers, self.on_cpu = workload, layers, on_cpu
         layout = workload.layout
         micro_batch, value_bytes = float(layout.micro_batch), workload.value_bytes
-        experts = layout.ep, layout.has_whole_experts, layout.busiest_load
+        experts = layout.ep, layout.etp, layout.busiest_load
         context = layout.ring, layout.ulysses
         self.part = MicroBatchShard(float(layout.tp), micro_batch, value_bytes, on_cpu, *experts, context)
         self.full = workload.recompute == "full"

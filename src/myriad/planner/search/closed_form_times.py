@@ -333,7 +333,7 @@ class _DpForm:
     def seconds(self, optimizer: bool) -> Array:
         """Return the sum of the exposed seconds, the slowdown of compute and the update."""
         update = self._update()
-        if self.grid.num_holders == 1 and not self.grid.whole_experts:
+        if self.grid.num_holders == 1 and self.grid.experts.etp_groups == 1:
             return np.broadcast_to(update, (len(self.m), len(self.v)))
         gathers = self._runs() * self.chunks * self.gather
         reduces = (self.m if self.each else 1.0) * self.n * self.reduce

@@ -296,7 +296,7 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
         },
     )
     degrees, sizes = (layout.tp, layout.pp, layout.dp), (layout.micro_batch,)
-    experts = layout.ep, layout.has_whole_experts
+    experts = layout.ep, layout.etp
     grid = LayoutGrid(problem, *degrees, sizes, (schedule,), *experts, layout.cp, layout.ulysses)
     switches = (overlap.data, overlap.optimizer and overlap.data)
     index = (
@@ -345,7 +345,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
         ep=grid.ep,
-        whole_experts=grid.whole_experts,
+        etp=grid.etp,
         expert_load=grid.problem.expert_load(grid.ep),
         context=(grid.cp // grid.ulysses, grid.ulysses),
     )

@@ -7,7 +7,8 @@
     pp            any divisor of the rest, up to a stage for each layer, embedding and head
     stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
     dp            the rest; it divides the batch, and replicas are on nodes as comm.hierarchy needs it
-    ep, etp       with experts: ep divides them and dp, or with whole experts (etp = 1) dp x tp
+    ep, etp       with experts: etp is 1 or tp, or any divisor of a given tp; ep divides the experts and
+                  dp x cp x tp / etp
     micro_batch   divides a replica's share of the batch
     schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank all schedules of one stage
                   are the same, and several stages differ only under ZeRO 3, which gathers them one at a
@@ -23,7 +24,7 @@ other, so its layouts are a grid.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, isqrt
 
@@ -73,8 +74,8 @@ class LayoutGrid:
     schedules: tuple[tuple[str, int], ...]
     """Name and virtual stages of each schedule."""
     ep: int = 1
-    whole_experts: bool = False
-    """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
+    etp: int | None = None
+    """Tensor-parallel ranks that share the width of each expert; ``None``: all of them."""
     cp: int = 1
     ulysses: int = 1
 
@@ -88,6 +89,11 @@ class LayoutGrid:
         """The ranks that share a sequence."""
         return ContextGrid(self.cp // self.ulysses, self.ulysses, self.tp)
 
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks that share the width of each expert."""
+        return self.etp or self.tp
+
     @cached_property
     def experts(self) -> ExpertGrid:
         """The ranks of a stage as experts see them."""
@@ -98,12 +104,21 @@ class LayoutGrid:
                 pp=self.pp,
                 cp=self.cp,
                 ep=self.ep,
-                etp=1 if self.whole_experts else None,
+                etp=self.etp,
                 expert_load=self.problem.expert_load(self.ep),
                 expert_dispatch=self.problem.expert_dispatch if self.ep > 1 else "expert",
             ),
             self.tp * self.cp * self.pp,
         )
+
+    def with_etp(self, etp: int) -> "LayoutGrid | None":
+        """Return the grid in which so many ranks share the width of each expert; ``None``: none is legal."""
+        if etp == self.expert_tp:
+            return self
+        if self.num_holders * self.tp // etp % self.ep or not _may_share(self.problem, self.tp, self.ep, etp):
+            return None
+        found = replace(self, etp=None if etp == self.tp else etp)
+        return found if found.shards else None
 
     @cached_property
     def shards(self) -> tuple[Sharding, ...]:
@@ -124,7 +139,7 @@ class LayoutGrid:
     def _holds_experts(self, size: int) -> bool:
         """Return whether a group of ``size`` ranks that hold the same parameters has every expert equally
         often."""
-        return size * self.tp % (self.ep * self.experts.expert_tp) == 0
+        return size * self.experts.etp_groups % self.ep == 0
 
     @property
     def tensors(self) -> tuple[TensorOverlap, ...]:
@@ -197,7 +212,7 @@ class LayoutGrid:
                 "cp": self.cp,
                 "ulysses": self.ulysses,
                 "ep": self.ep,
-                "etp": 1 if self.whole_experts else None,
+                "etp": self.etp,
                 "expert_load": self.problem.expert_load(self.ep),
                 "expert_dispatch": self.experts.dispatch,
                 "virtual_stages": virtual_stages,
@@ -226,9 +241,9 @@ def layout_grids(problem: LayoutProblem) -> Iterator[LayoutGrid]:
         if not (sizes and _can_be_summed(problem, dp, tp * pp * cp)):
             continue
         schedules, rows = tuple(_schedules(problem, pp)), _rows(problem, tp, cp)
-        for ep, whole in _expert_degrees(problem, dp * cp, tp) if schedules else ():
+        for ep, etp in _expert_degrees(problem, dp * cp, tp) if schedules else ():
             for ulysses in rows:
-                grid = LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep, whole, cp, ulysses)
+                grid = LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep, etp, cp, ulysses)
                 if grid.shards:
                     yield grid
 
@@ -298,21 +313,25 @@ def _rows(problem: LayoutProblem, tp: int, cp: int) -> list[int]:
     )
 
 
-def _expert_degrees(problem: LayoutProblem, dp: int, tp: int) -> list[tuple[int, bool]]:
-    """Return the numbers of ranks that may share experts, and whether these are whole. Replicas that train
-    alone share none with others. ``dp``: ranks that hold the same parameters."""
+def _expert_degrees(problem: LayoutProblem, dp: int, tp: int) -> list[tuple[int, int | None]]:
+    """Return the numbers of ranks that may share experts, with those that share the width of each (``None``:
+    all tensor-parallel ranks). ``dp``: ranks that hold the same parameters."""
     experts = problem.model.experts
     if experts is None:
-        return [(1, False)]
-    shares = problem.comm.sync_every == 1
-    found = [(ep, False) for ep in (divisors(gcd(dp, experts)) if shares else [1])]
-    if tp > 1:
-        found += [(ep, True) for ep in divisors(gcd(dp * tp, experts)) if shares or ep == tp]
+        return [(1, None)]
+    searches_all = problem.fixed.keys() & {"tp", "etp"}
     return [
-        (ep, whole)
-        for ep, whole in found
-        if problem.allows("ep", ep) and problem.allows("etp", 1 if whole else tp)
+        (ep, None if etp == tp else etp)
+        for etp in (divisors(tp) if searches_all else sorted({1, tp}))[::-1]
+        for ep in divisors(gcd(dp * tp // etp, experts))
+        if problem.allows("ep", ep) and _may_share(problem, tp, ep, etp)
     ]
+
+
+def _may_share(problem: LayoutProblem, tp: int, ep: int, etp: int) -> bool:
+    """Return whether ranks may share experts so. Replicas that train alone share none with others."""
+    has_experts, alone = problem.model.experts is not None, problem.comm.sync_every > 1
+    return has_experts and problem.allows("etp", etp) and (not alone or ep * etp == tp)
 
 
 def _shard_groups(cluster: Cluster, dp: int, stride: int) -> list[int]:

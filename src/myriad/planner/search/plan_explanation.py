@@ -12,7 +12,7 @@ A neighbouring layout differs in one dimension; everything else is the same, or 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import get_args
 
@@ -22,7 +22,7 @@ from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import cut_layers
 from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem, Sharding
-from myriad.planner.search.layout_space import LayoutGrid, is_redundant, layout_grids
+from myriad.planner.search.layout_space import LayoutGrid, divisors, is_redundant, layout_grids
 from myriad.planner.search.plan_ranking import SimulatedPlan
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.steady_state import num_simulated_forwards
@@ -212,11 +212,10 @@ def _steps(problem: LayoutProblem, candidate: LayoutCandidate) -> Iterator[tuple
     grids = list(layout_grids(problem))
     rows = layout.cp, layout.ulysses
     every = {
-        (grid.tp, grid.pp, grid.ep, grid.whole_experts): grid
-        for grid in grids
-        if (grid.cp, grid.ulysses) == rows
+        (grid.tp, grid.pp, grid.ep, grid.expert_tp): grid for grid in grids if (grid.cp, grid.ulysses) == rows
     }
-    home = every.get((layout.tp, layout.pp, layout.ep, layout.has_whole_experts))
+    alike = (grid for key, grid in every.items() if key[:3] == (layout.tp, layout.pp, layout.ep))
+    home = next((found for grid in alike if (found := grid.with_etp(layout.expert_tp))), None)
     if home is None:
         return
     yield from _other_grids(every, home, candidate)
@@ -240,28 +239,35 @@ def _changed(candidate: LayoutCandidate, **values: object) -> LayoutCandidate:
 
 
 def _other_grids(
-    every: dict[tuple[int, int, int, bool], LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
+    every: dict[tuple[int, int, int, int], LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
 ) -> Iterator[tuple[str, LayoutCandidate]]:
-    """Yield the layouts that differ in one degree, with experts whole or shared as here if such a layout is
-    legal."""
+    """Yield the layouts that differ in one degree. In another tp, pp or ep, all tensor-parallel ranks or as
+    many as here share the width of experts, if such a layout is legal."""
     own = home.tp, home.pp, home.ep
     degrees = {key[:3] for key in every}
     for place, name in enumerate(("tp", "pp", "ep")):
         others = [one for one in degrees if all(one[i] == own[i] for i in range(3) if i != place)]
         for value in _beside(sorted(one[place] for one in others), own[place]):
             key = next(one for one in others if one[place] == value)
-            grid = every.get((*key, home.whole_experts)) or every[*key, not home.whole_experts]
-            yield from _moved(grid, candidate, f"{name} {value}")
-    if other := every.get((*own, not home.whole_experts)):
-        yield from _moved(other, candidate, f"etp {other.experts.expert_tp}")
+            alike = (grid for place, grid in every.items() if place[:3] == key)
+            yield from _moved(min(alike, key=partial(_unlike, home)), candidate, f"{name} {value}")
+    widths = {width: grid for width in divisors(home.tp) if (grid := home.with_etp(width))}
+    for width in _beside([*widths], home.expert_tp):
+        yield from _moved(widths[width], candidate, f"etp {width}")
+
+
+def _unlike(home: LayoutGrid, grid: LayoutGrid) -> tuple[bool, int]:
+    """Return how far the width of experts is shared otherwise on one grid than on another."""
+    return (grid.etp is None) != (home.etp is None), abs(grid.expert_tp - home.expert_tp)
 
 
 def _other_contexts(
     grids: Sequence[LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
 ) -> Iterator[tuple[str, LayoutCandidate]]:
     """Yield the layouts in which other numbers of ranks share a sequence."""
-    own = home.tp, home.pp, home.ep, home.whole_experts
-    alike = [grid for grid in grids if (grid.tp, grid.pp, grid.ep, grid.whole_experts) == own]
+    own = home.tp, home.pp, home.ep
+    same = (grid.with_etp(home.expert_tp) for grid in grids if (grid.tp, grid.pp, grid.ep) == own)
+    alike = {(grid.cp, grid.ulysses): grid for grid in same if grid is not None}.values()
     for cp in _beside(sorted({grid.cp for grid in alike}), home.cp):
         grid = min((one for one in alike if one.cp == cp), key=lambda one: abs(one.ulysses - home.ulysses))
         yield from _moved(grid, candidate, f"cp {cp}")
@@ -294,7 +300,7 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
         cp=grid.cp,
         ulysses=grid.ulysses,
         ep=grid.ep,
-        etp=1 if grid.whole_experts else None,
+        etp=grid.etp,
         expert_dispatch=grid.experts.dispatch,
         virtual_stages=v,
         schedule=name,

@@ -166,7 +166,7 @@ def describe_layout(candidate: LayoutCandidate) -> str:
     several = layout.virtual_stages > 1
     pipeline = f"pp {layout.pp}" + (f" x {layout.virtual_stages}" if several and layout.pp > 1 else "")
     experts = f"ep {layout.ep} " if layout.folds_experts else ""
-    experts += "etp 1 " if layout.has_whole_experts else ""
+    experts += f"etp {layout.expert_tp} " if layout.num_etp_groups > 1 else ""
     experts += f"by {layout.expert_dispatch} " if layout.expert_dispatch != "expert" else ""
     context = f"cp {layout.cp} " if layout.cp > 1 else ""
     context += f"ulysses {layout.ulysses} " if layout.ulysses > 1 else ""

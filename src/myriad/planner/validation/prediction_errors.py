@@ -196,7 +196,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         averages=workload.ema_every > 0,
         value_bytes=workload.value_bytes,
         ep=layout.ep,
-        whole_experts=layout.has_whole_experts,
+        etp=layout.etp,
         expert_load=layout.expert_load,
         context=(layout.cp // layout.ulysses, layout.ulysses),
     )
