@@ -1,7 +1,7 @@
 """Mixtures of experts in every layout of eight ranks at most, in real processes, against one process.
 
     python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N] [--pairs] [--groups]
-        [--capacity C]
+        [--capacity C] [--between]
 
 `layouts` lists every grid of dp, tp, pp, ep and etp with two to eight ranks in which experts lie on several
 ranks, each with all ZeRO levels and two schedules; recomputation, micro-batch, overlap, router, optimizer and
@@ -13,7 +13,7 @@ interrupted continues there. ``--every N`` trains each N-th job only. ``--pairs`
 that allow ``overlap.pairs``, with it. ``--groups``: those in which several groups of replicas can hold the
 whole state, with the smallest ones (``layout.shard_group``). ``--capacity``: experts drop tokens beyond this
 many times their share (``model.expert_capacity``), and the share of what is dropped must be the same number
-too. Ends with 1 if a job failed or differs.
+too. ``--between``: the grids with ``1 < etp < tp`` only. Ends with 1 if a job failed or differs.
 """
 
 import argparse
@@ -122,10 +122,16 @@ class Compared:
 def grids() -> Iterator[dict[str, int | None]]:
     """Every grid of at most eight ranks in which experts lie otherwise than the rest."""
     sizes = (1, 2, 4, 8)
-    for dp, tp, pp, ep, whole in product(sizes, (1, 2, 4), (1, 2, 4), sizes, (False, True)):
-        layout = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "etp": 1 if whole else None}
-        if 1 < dp * tp * pp <= MOST_RANKS and Layout(**layout).folds_experts and not (whole and tp == 1):
-            yield layout
+    for dp, tp, pp, ep in product(sizes, (1, 2, 4), (1, 2, 4), sizes):
+        for etp in (size for size in sizes if tp % size == 0):
+            layout = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "etp": None if etp == tp else etp}
+            if 1 < dp * tp * pp <= MOST_RANKS and Layout(**layout).folds_experts:
+                yield layout
+
+
+def is_between(job: Job) -> bool:
+    """Whether some, but not all tensor-parallel ranks share the width of experts."""
+    return (job.layout["etp"] or 1) > 1
 
 
 def layouts() -> list[Job]:
@@ -288,9 +294,11 @@ def main() -> None:
     parser.add_argument("--pairs", action="store_true", help="with overlap.pairs, where it can be")
     parser.add_argument("--groups", action="store_true", help="with layout.shard_group, where it can be")
     parser.add_argument("--capacity", type=float, help="model.expert_capacity of all jobs")
+    parser.add_argument("--between", action="store_true", help="the grids with 1 < etp < tp only")
     options = parser.parse_args()
     jobs = in_groups(layouts()) if options.groups else layouts()
-    jobs = (in_pairs(jobs) if options.pairs else jobs)[:: options.every]
+    jobs = in_pairs(jobs) if options.pairs else jobs
+    jobs = [job for job in jobs if is_between(job) or not options.between][:: options.every]
     jobs = [replace(job, capacity=options.capacity) for job in jobs]
     print(f"{len(jobs)} layouts", flush=True)
     with tempfile.TemporaryDirectory() as made:
