@@ -110,9 +110,7 @@ def test_it_works_in_layouts_with_more_than_data_parallelism(layout: dict[str, i
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("layout", [{"tp": 4, "ep": 2, "etp": 2}, {"cp": 2}, {"cp": 2, "pp": 2}], ids=str)
-def test_ranks_of_a_replica_may_share_experts_and_sequences(
-    optimizer: str, layout: dict[str, int]
-) -> None:
+def test_ranks_of_a_replica_may_share_experts_and_sequences(optimizer: str, layout: dict[str, int]) -> None:
     comm = {"sync_every": 2, "outer_momentum": 0.5}
     model = {"layers": 2, "experts": 4, "expert_hidden": 16}
     one = Case({"dp": 2}, model, {"name": optimizer, "clip_norm": 0.1}, 4, comm=comm)
