@@ -160,6 +160,9 @@ def given_layout(job: Job) -> dict[str, Any]:
     degrees, most = tensor_degrees(job.model), job.model.layers + 2
     if "tp" in given and layout.tp not in degrees:
         raise BadInputError("layout.tp", layout.tp, f"for this model one of {', '.join(map(str, degrees))}")
+    if layout.etp is not None and all(degree % layout.etp for degree in degrees):
+        allowed = f"must divide layout.tp, for this model one of {', '.join(map(str, degrees))}"
+        raise BadInputError("layout.etp", layout.etp, allowed)
     if layout.num_stages > most:
         stages = "layout.pp x layout.virtual_stages"
         raise BadInputError(stages, layout.num_stages, f"at most {most}: blocks, embedding and head")

@@ -392,6 +392,8 @@ def test_a_given_etp_is_planned() -> None:
     assert grids("layout.tp=2", "layout.dp=4", "layout.ep=8") == {(2, 8, 1)}
     with pytest.raises(BadInputError, match=r"layout\.ep"):
         grids("layout.tp=2", "layout.dp=2", "layout.ep=8")
+    with pytest.raises(BadInputError, match=r"layout\.etp = 3: must divide layout\.tp.* 1, 2, 4"):
+        grids("layout.etp=3")
 
 
 def test_ranks_that_gather_arrived_tokens_send_a_part_over_the_network() -> None:
