@@ -141,12 +141,9 @@ class Link(Config):
     """Share of the rate that large messages reach; off: 0.79 in a node, 0.90 between nodes."""
     small_group_loss: float = Field(0.37, ge=0, le=1)
     """Loss of a group of n ranks inside a node as a share of that, times n (NCCL's kernels, as above)."""
-    host_step_seconds: float = Field(0.0, ge=0, le=1)
-    """Seconds of the host for each step of a ring between nodes, in addition to latency_seconds. In
-    tensor-parallel groups they pass while the device computes."""
-    has_trees: bool = True
-    """Whether NCCL may reduce by trees, which take few steps. False: by rings only, whose time grows with the
-    number of ranks where a step's latency is high."""
+    check_seconds: float = Field(0.0, ge=0, le=1)
+    """Seconds of the host before each collective, for each rank of its group at this distance, where PyTorch
+    first compares what all ranks call (TORCH_DISTRIBUTED_DEBUG = DETAIL). The device computes meanwhile."""
     busy_ratio: float = Field(0.15, ge=0, le=2)
     """Share of overlapped communication time by which compute slows down: NCCL's kernels hold 8 to 24 of some
     110 multiprocessors, and memory bandwidth. On a CPU core, the share that the core spends on the transfer.

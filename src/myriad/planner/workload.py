@@ -62,6 +62,16 @@ class FrameworkProfile:
     dp_comm_at_ends: bool = False
     """Whether data-parallel communication without overlap runs in one piece, before the first and after the
     last compute action (Megatron-LM), instead of stage by stage."""
+    bucket_bytes: int | None = None
+    """Bytes of gradients, in the compute type, from which on a bucket is complete where ZeRO 0 reduces bucket
+    by bucket (DistributedDataParallel); off: chunk by chunk. It describes other systems; the search's closed
+    form ignores it."""
+    sharded_at_ends: bool = False
+    """Whether ZeRO 1 and 2 reduce all gradients by one all-reduce after the last backward, and gather all
+    parameters at once. It describes other systems; the search's closed form ignores it."""
+    norm_in_replica: bool = False
+    """Whether the ranks of a replica reduce the gradient norm, and replicas the loss, instead of all ranks
+    both. It describes other systems."""
     pp_outermost: bool = False
     """Whether pipeline stages are the outermost axis of the rank grid and replicas of a stage are adjacent
     (Megatron-LM: dp inside pp). Otherwise replicas are outermost, and the stages of each are adjacent. It
@@ -94,9 +104,6 @@ class FrameworkProfile:
     host_block_seconds: float = 0.0
     """Host seconds to launch the forward and backward of a block for one micro-batch. The device computes
     meanwhile, so that a block takes at least as long. It describes other systems."""
-    host_peer_seconds: float = 0.0
-    """The same in addition, for each rank of a tensor-parallel group, in a job of several nodes. It describes
-    other systems."""
     products_ratio: float = 1.0
     """Share that its matrix products reach of the rate that others reach on the same accelerator. It
     describes other systems."""
@@ -173,6 +180,16 @@ class Workload:
     def rank_model(self) -> ModelConfig:
         """The model with the positions of a sequence that one rank has (`rank_model`)."""
         return rank_model(self.model, self.layout.cp)
+
+    @property
+    def sharded_at_ends(self) -> bool:
+        """Whether state is sharded and reduced at once (`FrameworkProfile.sharded_at_ends`)."""
+        return self.profile.sharded_at_ends and 0 < self.layout.zero < 3
+
+    @property
+    def dp_comm_at_ends(self) -> bool:
+        """Whether data-parallel communication runs before the first and after the last compute action."""
+        return self.profile.dp_comm_at_ends or self.sharded_at_ends
 
     @property
     def orthogonalizes(self) -> bool:

@@ -8,8 +8,8 @@ from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner import Cluster, Costs, FrameworkProfile, SimulationCache, Workload
-from myriad.planner.cost.collective_costs import all_reduce_seconds, group_along
 from myriad.planner.cost.expert_ranks import ExpertGrid
+from myriad.planner.cost.replica_messages import count_buckets
 from myriad.planner.frameworks import read_framework
 from myriad.recipes.cluster import load_cluster, scale_cluster
 
@@ -51,34 +51,59 @@ def test_a_host_s_seconds_count_only_where_the_device_waits_for_them() -> None:
     assert seconds(layout, on, host_block_seconds=1e-5) == seconds(layout, on)
     floor = 64 * MODEL.layers * 0.05
     assert seconds(layout, on, host_block_seconds=0.05) == pytest.approx(floor, rel=0.1)
-    assert seconds(layout, on, host_peer_seconds=0.05) == seconds(layout, on)
-    several = 64 / 2 * MODEL.layers * 8 * 0.05
-    assert seconds(Layout(tp=8, dp=2), cluster(16), host_peer_seconds=0.05) == pytest.approx(several, rel=0.1)
 
 
-def test_a_host_s_steps_of_rings_slow_data_parallelism() -> None:
-    on = cluster(64)
-    network = on.links.network
-    assert network is not None
-    slow = network.model_copy(update={"host_step_seconds": 3e-4})
-    stepped = on.model_copy(update={"links": on.links.model_copy(update={"network": slow})})
-    layout = Layout(dp=64, zero=1)
-    assert seconds(layout, stepped) > seconds(layout, on) + 63 * 3e-4
-    inside = Layout(tp=8, zero=1)
-    one = stepped.model_copy(update={"nodes": 1})
-    assert seconds(inside, one) == seconds(inside, on.model_copy(update={"nodes": 1}))
+def checked(gpus: int, seconds: float) -> Cluster:
+    """Return a cluster whose hosts check each collective."""
+    on = cluster(gpus)
+    assert on.links.network is not None
+    links = {
+        level: link.model_copy(update={"check_seconds": seconds})
+        for level, link in (("node", on.links.node), ("network", on.links.network))
+    }
+    return on.model_copy(update={"links": on.links.model_copy(update=links)})
 
 
-def test_without_trees_an_all_reduce_takes_a_step_for_each_rank() -> None:
-    on = cluster(512)
-    network = on.links.network
-    assert network is not None
-    rings = on.links.model_copy(update={"network": network.model_copy(update={"has_trees": False})})
-    fast, slow = (
-        float(all_reduce_seconds(group_along(one, 64.0, 8.0), 1e3))
-        for one in (on, on.model_copy(update={"links": rings}))
-    )
-    assert slow - fast > (2 * 63 - 2 * 6 - 1) * network.latency_seconds
+def test_checks_of_collectives_take_the_host_seconds_for_each_rank_of_their_group() -> None:
+    layout, each = Layout(tp=8), 5e-3
+    floor = 64 * MODEL.layers * 10 * 8 * each
+    assert seconds(layout, checked(8, each)) == pytest.approx(floor, rel=0.3)
+    assert seconds(layout, checked(8, 1e-7)) == pytest.approx(seconds(layout, cluster(8)), rel=1e-3)
+    replicas = Layout(dp=64, zero=1)
+    assert seconds(replicas, checked(64, 3e-4)) > seconds(replicas, cluster(64)) + 2 * 64 * 3e-4
+
+
+def test_buckets_are_filled_by_whole_matrices_from_the_last_to_the_first() -> None:
+    kinds = ["block 0"] * 2
+    down, up = 4 * MODEL.hidden**2 * 2, 8 * MODEL.hidden**2 * 2
+    assert count_buckets(MODEL, kinds, 1, 2, 1) == 8
+    assert count_buckets(MODEL, kinds, 1, 2, down) == pytest.approx(6)
+    assert count_buckets(MODEL, kinds, 1, 2, down + 1) == pytest.approx(4)
+    assert count_buckets(MODEL, kinds, 8, 2, 100 * up) < 0.01
+
+
+def test_each_bucket_is_a_message_without_zero_alone() -> None:
+    on, bucket = cluster(64), 2**20
+    buckets = count_buckets(MODEL, ["embedding", *["block 0"] * 4, "head"], 1, 2, bucket)
+    for zero in (0, 1):
+        layout = Layout(dp=64, zero=zero)
+        added = seconds(layout, on, bucket_bytes=bucket) - seconds(layout, on)
+        most = buckets * on.link("network").launch_seconds
+        assert 0.3 * most < added <= most if zero == 0 else added == 0
+
+
+def test_sharded_state_that_is_reduced_at_once_waits_and_sends_twice_as_much() -> None:
+    on, wide = cluster(64), MODEL.model_copy(update={"hidden": 8192, "heads": 64})
+    for zero in (0, 1):
+        layout = Layout(dp=64, zero=zero)
+        once, chunks = (seconds(layout, on, wide, sharded_at_ends=ends) for ends in (True, False))
+        assert once > chunks if zero else once == chunks
+
+
+def test_a_norm_in_each_replica_takes_fewer_ranks() -> None:
+    layout, on = Layout(dp=8, pp=2), checked(16, 1e-3)
+    saved = seconds(layout, on) - seconds(layout, on, norm_in_replica=True)
+    assert saved == pytest.approx((16 - 8 - 2) * 1e-3, rel=0.1)
 
 
 def test_hidden_exchanges_of_experts_are_shorter_and_never_free() -> None:

@@ -97,8 +97,13 @@ class CommGroup:
     """Share of a transfer's time by which compute slows down."""
     skew_seconds: Number = 0.0
     """Seconds that the group waits for its last rank, once for each tensor."""
-    has_trees: Number = 1.0
-    """Whether all-reduces may be trees: 1 or 0."""
+    check_seconds: Number = 0.0
+    """Seconds of the host before each collective (`Link.check_seconds`)."""
+
+    @property
+    def begin_seconds(self) -> Number:
+        """Seconds until a collective begins."""
+        return self.launch_seconds + self.check_seconds
 
 
 class RankRun(NamedTuple):
@@ -145,12 +150,10 @@ def group_along(cluster: Cluster, size: Number, stride: Number, run: RankRun = _
         bytes_per_second=np.where(
             crosses & (inside > 1), np.minimum(across, within), np.where(crosses, across, within)
         ),
-        latency_seconds=np.where(
-            crosses, network.latency_seconds + network.host_step_seconds, node.latency_seconds
-        ),
+        latency_seconds=np.where(crosses, network.latency_seconds, node.latency_seconds),
         launch_seconds=np.where(crosses, network.launch_seconds, node.launch_seconds),
         busy_ratio=np.where(crosses, network.busy_ratio, node.busy_ratio),
-        has_trees=np.where(crosses, network.has_trees, node.has_trees),
+        check_seconds=inside * node.check_seconds + (np.asarray(size) - inside) * network.check_seconds,
     )
 
 
@@ -165,12 +168,10 @@ def _local_rates(cluster: Cluster, inside: Number, stride: Number) -> Number:
 
 
 def tensor_group(cluster: Cluster, size: Number, stride: float = 1.0) -> CommGroup:
-    """Return the group of neighbouring ranks that shard matrices among them, or of one of ``stride``."""
-    group, link = group_along(cluster, size, stride), cluster.links.tensor
-    step = cluster.link("network").host_step_seconds
+    """Return the group of neighbouring ranks that shard matrices among them, or of one of ``stride``. The
+    host's checks of its collectives are part of what the host takes for a layer."""
+    group, link = replace(group_along(cluster, size, stride), check_seconds=0.0), cluster.links.tensor
     crosses = np.asarray(size) * stride > cluster.accelerators_per_node
-    if step:
-        group = replace(group, latency_seconds=group.latency_seconds - np.where(crosses, step, 0.0))
     if link is None:
         return replace(group, skew_seconds=cluster.links.node.skew_seconds)
     # Between nodes, the copies before and after add to the transfer.
@@ -217,13 +218,13 @@ def all_to_all_seconds(
         beyond = (np.asarray(size) - under) / (spine.bytes_per_second * cluster.ratio("spine"))
         far = np.maximum(far, beyond)
     moved = num_bytes / size * np.maximum(near, far * slowdown)
-    begun = group.launch_seconds + group.latency_seconds
+    begun = group.begin_seconds + group.latency_seconds
     return np.where(np.asarray(size) > 1, begun + moved, 0.0)
 
 
 def startup_seconds(group: CommGroup) -> Number:
     """Return the seconds of an empty all-gather or reduce-scatter. Each part of a tensor pays them again."""
-    return group.launch_seconds + (np.asarray(group.size) - 1) * group.latency_seconds
+    return group.begin_seconds + (np.asarray(group.size) - 1) * group.latency_seconds
 
 
 def all_reduce_seconds(group: CommGroup, num_bytes: Number) -> Number:
@@ -232,8 +233,7 @@ def all_reduce_seconds(group: CommGroup, num_bytes: Number) -> Number:
     ring = 2 * steps * (group.latency_seconds + num_bytes / group.size / group.bytes_per_second)
     depth = 2 * np.log2(np.maximum(group.size, 2))
     tree = depth * group.latency_seconds + 2 * num_bytes / group.bytes_per_second
-    tree = np.where(group.has_trees, tree, np.inf)
-    begun = group.launch_seconds + group.skew_seconds
+    begun = group.begin_seconds + group.skew_seconds
     return np.where(steps > 0, begun + np.minimum(ring, tree), 0.0)
 
 

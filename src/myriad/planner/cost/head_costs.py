@@ -9,6 +9,7 @@ from myriad.planner.cost.collective_costs import (
     all_gather_seconds,
     tensor_group,
 )
+from myriad.planner.cost.host_costs import host_waits
 from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.operator_costs import (
     Number,
@@ -37,9 +38,10 @@ def embedding_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     comm = all_gather_seconds(group, moved)
     lookup = stream_seconds(context.accelerator, 4 * moved / context.tp + 2 * moved, 3)
     back = stream_seconds(context.accelerator, 4 * moved / context.tp + tokens * model.hidden * 8, 3)
+    wait, wait_back = host_waits(context, "embedding", lookup + comm, back + comm)
     return LayerTimes(
-        TimeBreakdown(memory=lookup, tensor=comm),
-        TimeBreakdown(tensor=comm),
+        TimeBreakdown(memory=lookup, tensor=comm + wait),
+        TimeBreakdown(tensor=comm + wait_back),
         TimeBreakdown(memory=back),
         TimeBreakdown(),
     )
@@ -64,11 +66,14 @@ def _loss_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     scores, back = tokens * rows * _LOSS_FORWARD[fused], tokens * rows * _LOSS_BACKWARD[fused]
     group = tensor_group(context.cluster, context.tp)
     comm = all_gather_seconds(group, tokens * model.hidden * value)
+    loss, loss_back = (
+        _loss_seconds(context.accelerator, *passes) for passes in ((norm, scores, 6), (1.5 * norm, back, 4))
+    )
+    device = products[0] + loss + comm, products[1] + products[2] + loss_back + comm
+    wait, wait_back = host_waits(context, "head", *device)
     return LayerTimes(
-        TimeBreakdown(products[0], memory=_loss_seconds(context.accelerator, norm, scores, 6), tensor=comm),
-        TimeBreakdown(
-            products[1], memory=_loss_seconds(context.accelerator, 1.5 * norm, back, 4), tensor=comm
-        ),
+        TimeBreakdown(products[0], memory=loss, tensor=comm + wait),
+        TimeBreakdown(products[1], memory=loss_back, tensor=comm + wait_back),
         TimeBreakdown(products[2]),
         TimeBreakdown(),
     )

@@ -34,6 +34,7 @@ from myriad.planner.cost.collective_costs import (
 )
 from myriad.planner.cost.context_costs import ContextBlock
 from myriad.planner.cost.expert_costs import expert_exchange, expert_streams, score_gather_seconds
+from myriad.planner.cost.host_costs import host_waits
 from myriad.planner.cost.operator_costs import (
     Number,
     TimeBreakdown,
@@ -189,33 +190,9 @@ def block_times(
         context=shared_back,
     )
     weights = TimeBreakdown(products[2])
-    wait, wait_back = _host_waits(context, forward.total, backward.total + weights.total)
+    wait, wait_back = host_waits(context, "block", forward.total, backward.total + weights.total)
     return LayerTimes(
         forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again
-    )
-
-
-_HOST_STEPS = 10
-"""Tensor-parallel collectives of a block in forward and backward."""
-_HOST_FORWARD = 0.4
-"""Share of a block's host seconds that its forward has: four of ten tensor-parallel collectives."""
-
-
-def _host_waits(context: LayerContext, forward: Number, backward: Number) -> tuple[Number, Number]:
-    """Return the seconds that a device waits in forward and backward for the host to launch a block.
-    ``forward``, ``backward``: seconds of the device."""
-    profile, tp = context.profile, np.asarray(context.tp)
-    host: Number = profile.host_block_seconds
-    if context.cluster.nodes > 1:
-        crosses = tp > context.cluster.accelerators_per_node
-        steps = _HOST_STEPS * (tp - 1) * context.cluster.link("network").host_step_seconds
-        peers = np.maximum(tp * profile.host_peer_seconds, np.where(crosses, steps, 0.0))
-        host = host + np.where(tp > 1, peers, 0.0)
-    if profile.blocks_launches:
-        return _HOST_FORWARD * host, (1 - _HOST_FORWARD) * host
-    return (
-        np.maximum(0.0, _HOST_FORWARD * host - forward),
-        np.maximum(0.0, (1 - _HOST_FORWARD) * host - backward),
     )
 
 

@@ -39,6 +39,7 @@ from myriad.planner.cost.matrix_costs import matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.cost.operator_costs import TimeBreakdown, optimizer_bytes, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
+from myriad.planner.cost.replica_messages import bucket_seconds, gather_and_reduce
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import (
@@ -170,7 +171,7 @@ class Costs:
         parameters = others + experts
         again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
-        gather, reduced, update = self._data_parallel(others, experts)
+        gather, reduced, update = self._data_parallel(others, experts, [kinds[layer] for layer in own])
         updated = self._own_parameters(others, experts)
         across = self._across_seconds(updated)
         shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
@@ -325,10 +326,11 @@ class Costs:
         workload = self.workload
         return optimizer_bytes(workload.optimizer, workload.value_bytes, workload.ema_every)
 
-    def _data_parallel(self, others: float, experts: float) -> tuple[float, float, float]:
+    def _data_parallel(self, others: float, experts: float, kinds: list[str]) -> tuple[float, float, float]:
         """Return the seconds of gather, reduction and update of a stage. Where its experts have a chunk of
         their own, it is communicated behind the rest."""
         gather, reduced = self.gather_and_reduce(self.dp_collectives, others)
+        reduced += bucket_seconds(self.workload, self.slice, self.dp_collectives, kinds)
         if experts and self.expert_collectives is not None:
             further = self.gather_and_reduce(self.expert_collectives, experts)
             gather, reduced = gather + further[0], reduced + further[1]
@@ -337,15 +339,8 @@ class Costs:
         return gather, reduced, float(update)
 
     def gather_and_reduce(self, sums: DpCollectives, parameters: float) -> tuple[float, float]:
-        workload, zero = self.workload, self.workload.layout.zero
-        gradients = parameters * workload.profile.gradient_bytes
-        gather = sums.all_gather_seconds(parameters * workload.value_bytes) if zero else 0.0
-        if 0 < zero < 3:
-            # Every rank's part is a message of its own, and those of a chunk are its share of them.
-            num_chunks = self.num_chunks * workload.layout.virtual_stages
-            gather = gather + (sums.size - 1) * workload.profile.broadcast_seconds / num_chunks
-        reduced = sums.all_gather_seconds(gradients) if zero else sums.all_reduce_seconds(gradients)
-        return float(gather), float(reduced)
+        """Return the seconds to gather parameters of a stage, and to reduce their gradients."""
+        return gather_and_reduce(self.workload, sums, parameters, self.num_chunks)
 
     def _across_seconds(self, own: float) -> float:
         """Return the seconds of the sum across groups of so many parameters of this rank's shards."""
@@ -431,14 +426,16 @@ class Costs:
         return self.workload.profile.host_seconds
 
     def clip(self, own: float) -> float:
-        """Return the seconds of the gradient norm: the pass over a rank's ``own`` gradients, the all-reduce
-        over all ranks, and before it the sums of copied key/value heads."""
+        """Return the seconds of the gradient norm: the pass over a rank's ``own`` gradients, the all-reduce,
+        and before it the sums of copied key/value heads."""
         workload, layout = self.workload, self.workload.layout
-        everybody = group_along(self.cluster, float(layout.world), 1.0)
+        groups = [group_along(self.cluster, float(layout.world), 1.0)]
+        if workload.profile.norm_in_replica:
+            groups = [group_along(self.cluster, float(layout.tp * layout.pp), 1.0), self.replicas]
         copied = copied_sum_seconds(workload.model, self.cluster, layout.tp, layout.pp, layout.num_shards)
         return float(
             sweep_seconds(self.cluster.accelerator, 4 * own, 2.0)
-            + all_reduce_seconds(everybody, 8.0)
+            + sum(all_reduce_seconds(group, 8.0) for group in groups)
             + copied
         )
 
@@ -446,6 +443,7 @@ class Costs:
     def tied(self) -> float:
         """Seconds to sum the gradients of the parameters that the first and the last stage share."""
         model, layout = self.workload.model, self.workload.layout
-        group = replace(self.pipeline, size=2.0)
+        checked = 2 / layout.pp * self.pipeline.check_seconds
+        group = replace(self.pipeline, size=2.0, check_seconds=checked)
         rows = model.vocabulary_rows(layout.tp) * model.hidden
         return float(all_reduce_seconds(group, rows * self.workload.profile.gradient_bytes))

@@ -132,7 +132,7 @@ def iteration_program(
         lowered=lowered,
         checks=checks,
     )
-    if workload.profile.dp_comm_at_ends:
+    if workload.dp_comm_at_ends:
         program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
     return program
 

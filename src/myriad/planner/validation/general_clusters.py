@@ -60,7 +60,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
     if gpus % per_node:
         raise read.refused("gpus", f"a multiple of the {per_node} of a node, or fewer")
     network = _network(said, max(per_node, 1)) or usual.network_bytes_per_second
-    step = _ring_step(said, gpus, nodes, per_node * network)
+    check, network_check = _checks(said, nodes)
     inside = re.search(r"NVLink (\d+) GB/s in the node", said)
     node_rate = float(inside[1]) * 0.5e9 if inside else usual.node_bytes_per_second
     return Cluster(
@@ -69,13 +69,12 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
         accelerators_per_node=per_node,
         accelerator=accelerator,
         links=Links(
-            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY),
+            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY, check_seconds=check),
             network=Link(
                 bytes_per_second=network,
-                latency_seconds=_NETWORK_LATENCY,
-                host_step_seconds=step,
+                latency_seconds=_SWEEP_LATENCY if _BUS_BANDWIDTH.search(said) else _NETWORK_LATENCY,
                 achievable_ratio=next((ratio for word, ratio in _RATIOS.items() if word in said), None),
-                has_trees=step == 0,
+                check_seconds=network_check,
             ),
         ),
         slow_nodes=_SLOW,
@@ -85,23 +84,29 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
 _RATIOS = {"OmniPath": 0.34}
 """Share of the NICs' rate that is reached, where its users measured it: 135 of 400 Gbit/s on Jean Zay
 (bigscience-workshop/bigscience, experiments/README.md)."""
-_MEASURED_BYTES = 2e9
-"""Bytes of the all-reduce whose bus bandwidth is stated; they are not. Fitted to the rows of nanotron with tp
-8 to 32 and 8.86 billion parameters."""
+_CHECKS = 0.21e-3, 0.31e-3
+"""Seconds by which each rank of a group on the same node, and on others, delays a collective that PyTorch
+checks (`Link.check_seconds`). Fitted: blocks of nanotron's 1.34G with tp 2 to 8 and micro-batch 1; the
+all-reduces of 1 GiB among 256 and 512 ranks whose bandwidth its rows state."""
+_CHECKED = {1: 440.0, 2: 375.0, 4: 183.0}
+"""Bus bandwidth of an all-reduce in GB/s, by nodes, below which a job of nanotron's sweep checks collectives:
+its jobs reach 421 to 430 or 448 to 462 on one node, 317 to 351 or 407 to 438 on two, 143 to 175 or 191 to 262
+on four."""
+_CHECKED_ON_MORE = 125.0
+"""The same on more nodes: 12 to 106, or 141 to 224."""
+_SWEEP_LATENCY = 47e-6
+"""Seconds of a step of a ring between that sweep's nodes: all-gathers of 1 GiB without checks reach 125, 76
+and 45 GB/s among 128, 256 and 512 ranks (bench_final2, column AllGather)."""
 _BUS_BANDWIDTH = re.compile(r"busbw GB/s: all-reduce ([\d.]+)")
 
 
-def _ring_step(said: str, gpus: int, nodes: int, node_bytes_per_second: float) -> float:
-    """Return the seconds of a step of a ring that a measured bus bandwidth implies, or 0.
-
-    An all-reduce of S bytes among n ranks takes 2 (n - 1) steps of S / n bytes each. What they take longer
-    than by the rate of a node's NICs belongs to the steps: a bandwidth that halves with twice the ranks is
-    all steps."""
+def _checks(said: str, nodes: int) -> tuple[float, float]:
+    """Return the seconds of a rank of the node, and of another, in the check of a collective that a measured
+    bus bandwidth implies, or 0. An all-reduce that waits for a message of each of n ranks loses half of its
+    bandwidth with twice the ranks."""
     found = _BUS_BANDWIDTH.search(said)
-    if found is None or nodes == 1:
-        return 0.0
-    slower = 1e-9 / float(found[1]) - 1 / (0.9 * node_bytes_per_second)
-    return max(0.0, _MEASURED_BYTES / gpus * slower)
+    checked = found is not None and float(found[1]) < _CHECKED.get(nodes, _CHECKED_ON_MORE)
+    return _CHECKS if checked else (0.0, 0.0)
 
 
 def _per_node(read: RowCells, said: str, usual: _Node) -> int:

@@ -40,7 +40,7 @@ __all__ = [
     "interval_width",
 ]
 
-PROFILE_RATIO = 0.18
+PROFILE_RATIO = 0.16
 """Relative half width for a framework with a profile whose times are in no table."""
 UNKNOWN_RATIO = 0.52
 """Relative half width for a framework without a profile."""
@@ -65,7 +65,7 @@ FRAMEWORKS = {
     "megatron-deepspeed": OwnTimes(37, 0.17, "A100"),
     "megatron-lm-2023": OwnTimes(11, 0.04, "A100"),
     "mosaicml-fsdp": OwnTimes(63, 0.19, "A100"),
-    "nanotron": OwnTimes(74, 0.46, "H100"),
+    "nanotron": OwnTimes(74, 0.16, "H100"),
     "torch-fsdp": OwnTimes(13, 0.19, "A100 and H200"),
     "zero-bubble": OwnTimes(24, 0.14, "A100"),
 }
