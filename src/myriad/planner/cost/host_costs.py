@@ -26,7 +26,8 @@ _FORWARD = 0.4
 def host_seconds(context: LayerContext, role: LayerRole) -> tuple[Number, Number]:
     """Return the host's seconds to launch a layer's forward and backward."""
     launches = context.profile.host_block_seconds if role == "block" else 0.0
-    check = group_along(context.cluster, context.tp, 1.0).check_seconds * (np.asarray(context.tp) > 1)
+    checks = group_along(context.cluster, context.tp, 1.0).check_seconds
+    check: Number = np.where(np.asarray(context.tp) > 1, checks, 0.0)
     forward, backward = _COLLECTIVES[role]
     return _FORWARD * launches + forward * check, (1 - _FORWARD) * launches + backward * check
 
