@@ -55,6 +55,7 @@ def compiled(name: str, width: int, dtype: torch.dtype, *, pieces: bool) -> dict
     return {
         "kernel": name,
         "width": width,
+        "type": str(dtype).removeprefix("torch."),
         "pieces": pieces,
         "shared_bytes": made.metadata.shared,
         "registers": registers,

@@ -18,11 +18,12 @@ WANTED = [
     "forward:80:float16:pieces",
     "backward_keys:128:bfloat16:pieces",
     "backward_queries:128:bfloat16:pieces",
+    "forward:128:float32:pieces",
 ]
 SHARED_BYTES = 227 * 1024
 """Of a block on compute capability 9.0 (CUDA C++ Programming Guide, technical specifications)."""
 STACK_BYTES = 384
-"""Of a thread, for what finds no register: 224 with Triton 3.9, 88 without a bound of scores."""
+"""Of a thread, for what finds no register: 224 with Triton 3.9, in float32 360."""
 
 
 def told_by(script: str, *wanted: str) -> list[dict[str, Any]]:
@@ -40,7 +41,7 @@ def test_kernels_compile_for_hopper_and_fit_it() -> None:
     for one in found:
         assert one["shared_bytes"] <= SHARED_BYTES, one
         assert one["stack_bytes"] <= STACK_BYTES, one
-        assert one["tensor_core_products"] > 0, one
+        assert (one["tensor_core_products"] > 0) == (one["type"] != "float32"), one
 
 
 def test_float8_kernels_compile_for_hopper_and_fit_it() -> None:
