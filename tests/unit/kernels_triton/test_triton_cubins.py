@@ -22,8 +22,8 @@ WANTED = [
 ]
 SHARED_BYTES = 227 * 1024
 """Of a block on compute capability 9.0 (CUDA C++ Programming Guide, technical specifications)."""
-STACK_BYTES = 384
-"""Of a thread, for what finds no register: 224 with Triton 3.9, in float32 360."""
+STACK_BYTES = {"bfloat16": 96, "float16": 96, "float32": 384}
+"""Of a thread, for what finds no register: 56 with Triton 3.9, none with 3.6, in float32 360 and 320."""
 
 
 def told_by(script: str, *wanted: str) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def test_kernels_compile_for_hopper_and_fit_it() -> None:
     assert len(found) == len(WANTED)
     for one in found:
         assert one["shared_bytes"] <= SHARED_BYTES, one
-        assert one["stack_bytes"] <= STACK_BYTES, one
+        assert one["stack_bytes"] <= STACK_BYTES[one["type"]], one
         assert (one["tensor_core_products"] > 0) == (one["type"] != "float32"), one
 
 

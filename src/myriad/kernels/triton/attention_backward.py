@@ -162,22 +162,22 @@ def backward_keys(
     v = load(v_base, keys, v_row, columns, end, width, padded, True, upcast)
     grad_k = tl.zeros([key_size, padded], tl.float32)
     grad_v = tl.zeros([key_size, padded], tl.float32)
-    for number in range(range_begin, range_end):
-        start, stop, shift = range_at(ranges_pointer, number)
-        # queries that see some of the keys, and queries that see all of them
-        begin = tl.maximum(start, first - shift)
-        last = tl.minimum(stop, end - 1 - shift + window)
-        all_begin = tl.maximum(start, end - 1 - shift)
-        all_begin, all_end = whole_blocks(
-            begin, all_begin, tl.minimum(stop, first - shift + window), last, query_size
-        )
-        places = keys - shift
-        for repeat in range(repeats):
-            head = kv_head * repeats + repeat
-            q_base = q_pointer + batch * q_batch + head * q_head
-            grad_base = grad_pointer + batch * grad_batch + head * grad_head
-            flat = (batch * num_heads + head) * num_rows
-            logs_base, products_base = logs_pointer + flat, products_pointer + flat
+    for repeat in range(repeats):
+        head = kv_head * repeats + repeat
+        q_base = q_pointer + batch * q_batch + head * q_head
+        grad_base = grad_pointer + batch * grad_batch + head * grad_head
+        flat = (batch * num_heads + head) * num_rows
+        logs_base, products_base = logs_pointer + flat, products_pointer + flat
+        for number in range(range_begin, range_end):
+            start, stop, shift = range_at(ranges_pointer, number)
+            # queries that see some of the keys, and queries that see all of them
+            begin = tl.maximum(start, first - shift)
+            last = tl.minimum(stop, end - 1 - shift + window)
+            all_begin = tl.maximum(start, end - 1 - shift)
+            all_begin, all_end = whole_blocks(
+                begin, all_begin, tl.minimum(stop, first - shift + window), last, query_size
+            )
+            places = keys - shift
             grad_k, grad_v = _meet_queries(
                 grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, places,
                 begin, all_begin, stop, window, scale, gain, width, padded, query_size, True, capped, upcast,
