@@ -227,7 +227,7 @@ def _of_sums_left(dtype: torch.dtype, device: torch.device, rows: int, width: in
 
 def _of_pieces(dtype: torch.dtype, device: torch.device, rows: int) -> float:
     """Return the largest difference of attention in pieces, and of its gradients: scores with a bound in a
-    window, of whose keys the first third is read after the others."""
+    window, of whose keys the first third is read after the others, in two pieces for the same queries."""
     cut, window, how = rows // 3, max(1, rows // 2), Scores(softcap=2.0)
     counts = enumerate((2, 1, 1, 2), start=40)
     inputs = [_values(2, rows, count, 64, dtype=dtype, device=device, seed=seed) for seed, count in counts]
@@ -236,16 +236,17 @@ def _of_pieces(dtype: torch.dtype, device: torch.device, rows: int) -> float:
     expected = right.detach(), *torch.autograd.grad(right, leaves, inputs[3].double())
     q, k, v, wave = inputs
     sums = torch.zeros(2, *k.shape, dtype=torch.float32, device=device)
-    everywhere, early, late = slice(None), slice(0, cut), slice(cut, rows)
-    size = slice(0, rows - cut)
-    steps = [(late, Piece(everywhere, late, size, 0, window))]
-    steps += [(early, Piece(everywhere, slice(0, rows), early, 0, window))] if cut else []
+    half, early, late = cut // 2, slice(0, cut), slice(cut, rows)
+    own = Piece(slice(None), late, slice(0, rows - cut), 0, window)
+    parts = (slice(0, half), slice(half, cut))
+    before = [own._replace(queries=slice(0, rows), keys=part, offset=-part.start) for part in parts]
+    steps = [(late, Pieces([own])), (early, Pieces(one for one in before if one.sizes[1]))]
     joined = Joined.nothing(q)
-    for keys, piece in steps:
-        join_pieces(joined, q, k[:, keys], v[:, keys], Pieces([piece]), how, "triton")
+    for keys, pieces in steps:
+        join_pieces(joined, q, k[:, keys], v[:, keys], pieces, how, "triton")
     gradients = PieceGradients(wave, q, joined, how, "triton")
-    for keys, piece in steps:
-        gradients.add(Pieces([piece]), k[:, keys], v[:, keys], *sums[:, :, keys])
+    for keys, pieces in steps:
+        gradients.add(pieces, k[:, keys], v[:, keys], *sums[:, :, keys])
     return max(map(_share, (joined.out, gradients.of_queries, *sums), expected))
 
 
