@@ -15,11 +15,21 @@ from gpu_timing import measured_seconds
 from myriad.kernels.activation import activate
 from myriad.kernels.attention import attention_by, attention_reference, split_heads
 from myriad.kernels.attention_blocks import Heads
-from myriad.kernels.attention_choice import AttentionPath, AttentionShape, FastestAttention, hindrance
+from myriad.kernels.attention_choice import (
+    AttentionPath,
+    AttentionShape,
+    FastestAttention,
+    Scores,
+    hindrance,
+)
+from myriad.kernels.attention_pieces import Joined, PieceGradients, join_pieces
+from myriad.kernels.choice import has_triton
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
+from myriad.kernels.documents import Documents
 from myriad.kernels.float8 import multiplies_float8
 from myriad.kernels.norm import LayerNorm, RMSNorm
+from myriad.kernels.ring_plan import ring_plan
 from myriad.kernels.rotary import Rotary, rotary_turns
 from myriad.model.boundary import Boundary
 
@@ -126,6 +136,10 @@ def cases(device: torch.device, sizes: Sizes, compiles: bool) -> Iterator[Case]:
     for sequence in sizes.sequences:
         for window in sizes.windows:
             yield _attention(device, sizes, sequence, window)
+    sequence, window = sizes.batch_tokens, sizes.windows[-1]
+    yield _pieces(device, sizes, "full", None, sequence)
+    yield _pieces(device, sizes, f"window {window}", window, sequence)
+    yield _pieces(device, sizes, f"documents of {sequence // 32}", None, sequence // 32)
 
 
 def _streaming(device: torch.device, sizes: Sizes, compiles: bool) -> Iterator[Case]:
@@ -237,6 +251,29 @@ def _attention(device: torch.device, sizes: Sizes, sequence: int, window: int | 
     pairs = span * sequence - span * (span - 1) / 2
     flops = 3.5 * 4.0 * batch * heads.num_heads * heads.width * pairs
     return Case(f"attention, {sequence}, {f'window {window}' if window else 'full'}", 0, flops, runs)
+
+
+def _pieces(device: torch.device, sizes: Sizes, name: str, window: int | None, document: int) -> Case:
+    """A rank of four that share sequences, with its own keys: sequences of documents of that length."""
+    sequence, heads, ranks = sizes.batch_tokens, sizes.heads, 4
+    documents = Documents(torch.empty(0), [[document] * (sequence // document)])
+    pieces = ring_plan(sequence, window, 1, ranks, documents).steps[0]
+    q, k, v, wave = (
+        _values(device, 1, sequence // ranks, count, heads.width).detach()
+        for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads)
+    )
+    sums = torch.zeros(2, *k.shape, device=device)
+
+    def run(kernels: Kernels) -> object:
+        joined = Joined.nothing(q)
+        join_pieces(joined, q, k, v, pieces, Scores(), kernels)
+        gradients = PieceGradients(wave, q, joined._replace(out=joined.out.to(q.dtype)), Scores(), kernels)
+        gradients.add(pieces, k, v, sums[0], sums[1])
+        return gradients
+
+    flops = 3.5 * 4.0 * heads.num_heads * heads.width * sum(piece.num_pairs for piece in pieces)
+    able: tuple[Kernels, ...] = ("plain", "triton") if device.type == "cuda" and has_triton() else ("plain",)
+    return Case(f"pieces, {name}", 0, flops, {kernels: partial(run, kernels) for kernels in able})
 
 
 def print_kernels(

@@ -48,9 +48,16 @@ def test_the_library_s_products_and_attention_are_right(dtype: torch.dtype) -> N
         assert all(share <= LIMITS[dtype] for share in found.values()), found
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_the_library_attends_inside_documents_as_the_regrouping_does(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "kernels", "how"),
+    [(None, "auto", Scores()), (100, "auto", Scores()), (100, "triton", Scores(softcap=3.0))],
+)
+def test_documents_attend_in_one_call_as_they_do_regrouped(
+    window: int | None, kernels: Kernels, how: Scores
+) -> None:
+    """The library's call, and Triton's kernels with bounded scores and sinks."""
     torch.manual_seed(1)
+    sinks = None if how.softcap is None else torch.randn(8)
     heads, lengths = Heads(8, 2, 64), [[300, 1, 211], [512]]
     positions = torch.tensor([[at for length in row for at in range(length)] for row in lengths])
     fused = torch.randn(2, 512, 12 * 64)
@@ -59,7 +66,9 @@ def test_the_library_attends_inside_documents_as_the_regrouping_does(window: int
     for x in (fused.cuda().bfloat16(), fused.double()):
         x.requires_grad_()
         documents = Documents(positions.to(x.device), lengths)
-        out = attention(x, heads, window, turns.to(x.device), documents=documents)
+        own = None if sinks is None else sinks.to(x.device)
+        by: Kernels = kernels if x.is_cuda else "plain"
+        out = attention(x, heads, window, turns.to(x.device), by, how, own, documents)
         out.sum().backward()
         found.append((out.detach().cpu().double(), x.grad.cpu().double()))
     for one, other in zip(*found, strict=True):
