@@ -12,6 +12,7 @@ from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.replica_messages import count_buckets
 from myriad.planner.frameworks import read_framework
 from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.framework import ReadyRecipes
 
 MODEL = ModelConfig(layers=4, hidden=1024, heads=8, sequence=1024, vocabulary=32000, activation="swiglu")
 MOE = MODEL.model_copy(update={"experts": 16, "experts_per_token": 4, "expert_hidden": 512})
@@ -104,6 +105,14 @@ def test_a_norm_in_each_replica_takes_fewer_ranks() -> None:
     layout, on = Layout(dp=8, pp=2), checked(16, 1e-3)
     saved = seconds(layout, on) - seconds(layout, on, norm_in_replica=True)
     assert saved == pytest.approx((16 - 8 - 2) * 1e-3, rel=0.1)
+
+
+def test_a_framework_may_wait_for_messages_of_1f1b_alone() -> None:
+    zero_bubble, megatron = (ReadyRecipes().framework(name) for name in ("zero-bubble", "megatron-core"))
+    plain, interleaved = Layout(pp=4), Layout(pp=4, virtual_stages=2)
+    assert not zero_bubble.overlap_of(plain).pipeline and zero_bubble.overlap_of(interleaved).pipeline
+    assert zero_bubble.overlap_of(Layout(pp=4, schedule="zero-bubble")).pipeline
+    assert megatron.overlap_of(plain) == megatron.overlap
 
 
 def test_hidden_exchanges_of_experts_are_shorter_and_never_free() -> None:

@@ -183,7 +183,7 @@ def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
 
 def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framework) -> Iterator[Workload]:
     """Yield the workloads that a row may have been. Raises `BadInputError`."""
-    profile, overlap = framework.profile, framework.overlap
+    profile = framework.profile
     if float8 := _float8(read):
         profile = replace(profile, float8=float8)
     if read.has("expert_overlap"):
@@ -197,6 +197,7 @@ def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framew
             continue
         found = True
         value_bytes = 4 if read.word("dtype").lower() in _FLOAT32 else 2
+        overlap = framework.overlap_of(layout)
         yield Workload(model, layout, batch, overlap, profile, value_bytes=value_bytes)
     if not found:
         allowed = "a number of sequences that replicas and micro-batches divide"

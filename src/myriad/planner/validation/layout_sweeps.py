@@ -151,7 +151,8 @@ def _job(one: PredictedRow) -> tuple[object, ...]:
         cluster.world,
         cluster.accelerator.name,
         work.profile,
-        work.overlap,
+        # Some frameworks wait for messages with one schedule, and not with others.
+        work.overlap.model_copy(update={"pipeline": True}),
         work.comm,
         work.optimizer,
         work.value_bytes,
