@@ -144,8 +144,8 @@ def proved(
 ) -> tuple[Kernels, str]:
     """Return the kernels that a rank should use, and a one-line notice if "auto" falls back to plain ones.
 
-    Triton's kernels are first tested on the rank's own device, which takes a second or two with compilation.
-    If they are required, they are not tested. ``float8``: test the float8 kernels too.
+    Triton's kernels are first tested on the rank's own device, which takes seconds, most of them for
+    compilation. If they are required, they are not tested. ``float8``: test the float8 kernels too.
     """
     if (
         kernels != "auto"

@@ -95,6 +95,10 @@ def test_a_window_that_tritons_kernels_do_not_take_falls_back_with_a_line(monkey
     changes = ["model.window=16", "model.hidden=96", "model.heads=4"]  # heads of 24
     lines = choose_kernels(load_job("tiny", changes), CUDA, torch.bfloat16)
     assert len(lines) == 1 and "no head size 24" in lines[0]
+    (line,) = choose_kernels(load_job("tiny", [*changes, "layout.cp=2"]), CUDA, torch.bfloat16)
+    assert "share sequences goes by tiles of scores" in line and "no head size 24" in line
+    fits = choose_kernels(load_job("tiny", ["model.window=16", "layout.cp=2"]), CUDA, torch.bfloat16)
+    assert not fits
     with pytest.raises(BadInputError, match="no head size 24"):
         choose_kernels(load_job("tiny", [*changes, "train.kernels=triton"]), CUDA, torch.bfloat16)
 
