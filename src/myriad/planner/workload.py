@@ -69,6 +69,10 @@ class FrameworkProfile:
     sharded_at_ends: bool = False
     """Whether ZeRO 1 and 2 reduce all gradients by one all-reduce after the last backward, and gather all
     parameters at once. It describes other systems; the search's closed form ignores it."""
+    validates_later: bool = False
+    """Whether zero-bubble schedules update parameters before the norm of all ranks is known and correct them
+    afterwards, and sum the gradients of a shared embedding behind weights' gradients, so that no rank waits
+    for all others at the end (arXiv 2401.10241, section 4). It describes other systems."""
     norm_in_replica: bool = False
     """Whether the ranks of a replica reduce the gradient norm, and replicas the loss, instead of all ranks
     both. It describes other systems."""
@@ -180,6 +184,11 @@ class Workload:
     def rank_model(self) -> ModelConfig:
         """The model with the positions of a sequence that one rank has (`rank_model`)."""
         return rank_model(self.model, self.layout.cp)
+
+    @property
+    def validates_later(self) -> bool:
+        """Whether iterations end without waiting for all ranks (`FrameworkProfile.validates_later`)."""
+        return self.profile.validates_later and "zero-bubble" in self.layout.schedule_name
 
     @property
     def sharded_at_ends(self) -> bool:

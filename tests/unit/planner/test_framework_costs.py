@@ -115,6 +115,14 @@ def test_a_framework_may_wait_for_messages_of_1f1b_alone() -> None:
     assert megatron.overlap_of(plain) == megatron.overlap
 
 
+def test_a_norm_that_is_checked_later_shortens_zero_bubble_schedules_alone() -> None:
+    on = cluster(4)
+    for schedule, shorter in (("eager-zero-bubble", True), ("1f1b", False)):
+        layout = Layout(pp=4, schedule=schedule)  # type: ignore[arg-type]
+        later, once = (seconds(layout, on, validates_later=one) for one in (True, False))
+        assert later < 0.99 * once if shorter else later == once
+
+
 def test_hidden_exchanges_of_experts_are_shorter_and_never_free() -> None:
     layout, on = Layout(dp=16, ep=16), cluster(16)
     profile = FrameworkProfile(hides_expert_comm=True)

@@ -50,6 +50,7 @@ def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
         num_micro_batches,
         (overlap.pipeline, overlap.data, overlap.optimizer, overlap.pairs, overlap.receive_ahead),
         (costs.workload.model.shares_embedding, costs.workload.dp_comm_at_ends),
+        costs.workload.validates_later,
         costs.workload.orthogonalizes,
         (layout.offload_activations, layout.offload_optimizer, layout.offload_optimizer_ratio),
         overlap.offload_ahead,

@@ -124,7 +124,7 @@ def iteration_program(
         workload.layout,
         workload.overlap,
         num_micro_batches,
-        tied=workload.model.shares_embedding,
+        tied=workload.model.shares_embedding and not workload.validates_later,
         training=True,
         num_chunks=costs.num_chunks,
         most_micro_batches=most_micro_batches,
@@ -134,6 +134,8 @@ def iteration_program(
     )
     if workload.dp_comm_at_ends:
         program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
+    if workload.validates_later:
+        program = replace(program, ranks=tuple(map(_without_norm, program.ranks)))
     return program
 
 
@@ -145,6 +147,10 @@ def _at_the_ends(actions: Sequence[Action]) -> tuple[Action, ...]:
     rest = [action for action in actions if action.kind not in ends]
     steps = next(i for i, action in enumerate(rest) if action.kind in (Kind.CLIP, Kind.STEP))
     return (*first, *rest[:steps], *last, *rest[steps:])
+
+
+def _without_norm(actions: Sequence[Action]) -> tuple[Action, ...]:
+    return tuple(action for action in actions if action.kind is not Kind.CLIP)
 
 
 class CostModelRun(RankClocks):
