@@ -1,6 +1,10 @@
 """Our search beside Calculon's (github.com/calculon-ai/calculon): the same model, batch and number of GPUs.
 
     python benchmarks/planner/plan_search.py --calculon FOLDER [--gpus 12288] [--seconds 120]
+    python benchmarks/planner/plan_search.py --plans 3
+
+The second form prints the processor time of whole plans instead, with reading the job, explanation and
+output: of each command of `PLANS`, run so many times in a process of its own, the least.
 
 FOLDER is a checkout of Calculon with its own requirements (psutil, pandas) on the path. Calculon searches in
 processes, for hours at this size, and reports at the end: so it is given one process and a limit of seconds,
@@ -11,6 +15,7 @@ its own dry run. Each tool's times are of its own model: they cannot be compared
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -62,6 +67,40 @@ print(json.dumps({"total": total, "tried": tried, "seconds": seconds, "best": be
 """
 
 
+_EXPERTS = "megascale-moe-352b --model.recipe"
+PLANS = (
+    "megascale-175b-12288 --cluster megascale-12288xa100",
+    "megascale-175b-12288 --cluster megascale-12288xa100 --gpus 64",
+    "llama3-70b --cluster gb200-576xgb200 --gpus 144",
+    "llama3-405b --cluster llama3-8192xh100",
+    "megascale-moe-352b --cluster megascale-1440xh800",
+    f"{_EXPERTS} qwen3-235b-a22b --train.global_batch 2880 --cluster megascale-1440xh800",
+    f"{_EXPERTS} deepseek-v3 --train.global_batch 15360 --cluster deepseek-2048xh800",
+    "llama3-8b-128k --cluster eos-3072xh100 --gpus 128",
+    "llama3-405b-131k --cluster llama3-8192xh100",
+)
+"""Arguments of `myriad plan`: a dense model on many and on few accelerators, deep pipelines, offloading,
+experts, and long sequences."""
+
+
+def plan_seconds(words: str) -> float:
+    """The processor time of one plan, in a process of its own on one thread."""
+    command = [sys.executable, "-m", "myriad.cli.main", "plan", *words.split(), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    _, status, usage = os.wait4(process.pid, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"exit code {code}: {' '.join(command)}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def print_plans(rounds: int) -> None:
+    """A row for each of `PLANS`."""
+    print("| `myriad plan` | CPU-seconds |\n|---|---|")
+    for words in PLANS:
+        print(f"| `{words}` | {min(plan_seconds(words) for _ in range(rounds)):.1f} |", flush=True)
+
+
 def ours(problem: LayoutProblem) -> dict[str, Any]:
     """The search alone, then the first hundred by the simulator."""
     start = time.process_time()
@@ -111,7 +150,11 @@ def main() -> None:
     parser.add_argument("--calculon", type=Path)
     parser.add_argument("--gpus", type=int, default=12288)
     parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--plans", type=int, metavar="ROUNDS")
     arguments = parser.parse_args()
+    if arguments.plans is not None:
+        print_plans(arguments.plans)
+        return
     job = load_job_to_plan("megascale-175b-12288", ["model.block=serial", "model.window=off"])
     cluster = scale_cluster(load_cluster("megascale-12288xa100"), arguments.gpus)
     problem = problem_of(job, cluster)

@@ -262,7 +262,7 @@ def plan_and_explain(
         near=_neighbours(job, problem, best, simulations),
         improvements=[
             *improvements(problem, best, parts, simulations),
-            *_more_memory(problem, best, simulations),
+            *_more_memory(found, best, simulations),
         ],
         placement=None if on_switches else _placed(problem, best, question.slower),
         top=top,
@@ -330,13 +330,12 @@ def _scored(
     return simulate_candidates(own, [score_layout(own, written)], simulations)[0]
 
 
-def _more_memory(
-    problem: LayoutProblem, best: SimulatedPlan, simulations: SimulationCache
-) -> list[Improvement]:
-    """Search again with twice the memory, where another layout may be the best."""
-    cluster = problem.cluster
+def _more_memory(answer: PlanResult, best: SimulatedPlan, simulations: SimulationCache) -> list[Improvement]:
+    """Plan with twice the memory, where another layout may be the best."""
+    cluster = answer.problem.cluster
     chip = cluster.accelerator.model_copy(update={"memory_bytes": 2 * cluster.accelerator.memory_bytes})
-    found = best_plan(problem.with_cluster(cluster.model_copy(update={"accelerator": chip})), simulations)
+    problem = answer.problem.with_cluster(cluster.model_copy(update={"accelerator": chip}))
+    found = best_plan(problem, simulations, answer.found.with_more_memory)
     if found is None or found.seconds >= best.seconds * (1 - 1e-4):
         return []
     return [Improvement(f"memory doubled ({describe_layout(found.candidate)})", found.seconds)]

@@ -45,14 +45,22 @@ from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
 from myriad.program.offload_passes import offload_activations, offload_state
 from myriad.program.pairs import pair_computes
-from myriad.program.passes import apply_passes, orthogonalize, reduce_across, split_at_computes, stages_ahead
+from myriad.program.passes import (
+    orthogonalize,
+    overlap_chunks,
+    overlap_optimizer,
+    overlap_pipeline,
+    reduce_across,
+    split_at_computes,
+    stages_ahead,
+)
 from myriad.program.schedules import schedule
 
 __all__ = ["DATA_PARALLEL", "Lowered", "Shape", "build_program", "count_chunks", "shorten", "update_early"]
 
 Lowered = dict[tuple[object, ...], Program]
-"""Programs before passes, by the values that they depend on. Jobs that differ only in overlaps and chunks
-share one."""
+"""Programs before passes, and between two of them, by the values that they depend on. Jobs that differ only
+in later passes share one."""
 
 _MOST_CHUNKS = 8
 """Default number of chunks of a stage: finer ones cost more than they hide."""
@@ -104,13 +112,15 @@ def build_program(
 
     Each stage of the layout is ``num_chunks`` stages of the program. ``most_micro_batches``: the largest
     number of any replica, where numbers differ. ``orthogonalizes``: the optimizer orthogonalizes matrices.
-    ``lowered``: a cache of lowered programs, kept between calls. ``checks=False``: without the proof, which
-    takes a third of the time; for programs that are compared and do not run.
+    ``lowered``: a cache of programs between passes, kept between calls. ``checks=False``: without the proof,
+    which takes a third of the time; for programs that are compared and do not run.
     """
     most = max(num_micro_batches, most_micro_batches)
     pairs = training and overlap.pairs
-    program = _lowered(shape, most, tied, training, {} if lowered is None else lowered, pairs=pairs)
-    program = apply_passes(program, overlap, num_chunks)
+    kept = {} if lowered is None else lowered
+    program = _overlapped(shape, overlap, most, kept, tied=tied, training=training, num_chunks=num_chunks)
+    if overlap.optimizer:
+        program = overlap_optimizer(program)
     if training and overlap.updates_early:
         program = update_early(program, travels=shape.dp > 1)
     if training and orthogonalizes:
@@ -139,15 +149,30 @@ def _finish(program: Program, *, across: bool, checks: bool) -> Program:
     return program
 
 
-def _lowered(
-    shape: Shape, num_micro_batches: int, tied: bool, training: bool, kept: Lowered, *, pairs: bool
+def _overlapped(
+    shape: Shape,
+    overlap: OverlapConfig,
+    num_micro_batches: int,
+    kept: Lowered,
+    *,
+    tied: bool,
+    training: bool,
+    num_chunks: int,
 ) -> Program:
+    """Return the lowered program with the overlaps of messages between stages and of data parallelism."""
+    pairs = training and overlap.pairs
     of = (shape.schedule_name, shape.pp, shape.virtual_stages, num_micro_batches)
-    key = (*of, shape.zero, shape.reduce, tied, training, pairs)
-    if key not in kept:
+    plain = (*of, shape.zero, shape.reduce, tied, training, pairs)
+    decoupled = (*plain, overlap.receive_ahead if overlap.pipeline else None)
+    chunks = (*decoupled, num_chunks, overlap.data)
+    if plain not in kept:
         computes = schedule(*of, pairs=pairs)
-        kept[key] = lower(computes, zero=shape.zero, reduce=shape.reduce, tied=tied, training=training)
-    return kept[key]
+        kept[plain] = lower(computes, zero=shape.zero, reduce=shape.reduce, tied=tied, training=training)
+    if decoupled not in kept:
+        kept[decoupled] = overlap_pipeline(kept[plain], overlap)
+    if chunks not in kept:
+        kept[chunks] = overlap_chunks(kept[decoupled], overlap, num_chunks)
+    return kept[chunks]
 
 
 def count_chunks(shape: Shape, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:

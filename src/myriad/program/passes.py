@@ -57,8 +57,10 @@ __all__ = [
     "cut_stages",
     "decouple",
     "orthogonalize",
+    "overlap_chunks",
     "overlap_data",
     "overlap_optimizer",
+    "overlap_pipeline",
     "reduce_across",
     "split_at_computes",
     "stages_ahead",
@@ -74,8 +76,8 @@ time."""
 _GAP_ENDS = COMPUTE | {Kind.STEP}
 _REPLACED = frozenset({Kind.GATHER, Kind.RELEASE})
 """Actions that `overlap_data` removes and inserts elsewhere."""
-_MOVED = COMPUTE | {Kind.LOAD, Kind.EXCHANGE}
-"""Actions that `decouple` places around the receives and sends."""
+_MAKES = {kind: does.makes for kind, does in SEMANTICS.items() if does.makes is not None}
+"""Payload that each kind of action computes."""
 _REDUCE_BEHIND = 1
 """Number of compute actions for which a reduction is in flight, if gradients are reduced after each backward
 to save memory."""
@@ -84,14 +86,20 @@ to save memory."""
 def apply_passes(program: Program, overlap: OverlapConfig, num_chunks: int = 1) -> Program:
     """Apply every enabled overlap to a lowered program, with each stage cut into ``num_chunks`` chunks for
     data parallelism."""
-    if overlap.pipeline:
-        program = decouple(program, overlap.receive_ahead)
+    program = overlap_chunks(overlap_pipeline(program, overlap), overlap, num_chunks)
+    return overlap_optimizer(program) if overlap.optimizer else program
+
+
+def overlap_pipeline(program: Program, overlap: OverlapConfig) -> Program:
+    """Return a lowered program with the messages between stages decoupled, if they are to overlap."""
+    return decouple(program, overlap.receive_ahead) if overlap.pipeline else program
+
+
+def overlap_chunks(program: Program, overlap: OverlapConfig, num_chunks: int) -> Program:
+    """Return a program with each stage cut into chunks, and their gathers and reductions overlapped if these
+    are to overlap."""
     program = cut_stages(program, num_chunks)
-    if overlap.data:
-        program = overlap_data(program)
-    if overlap.optimizer:
-        program = overlap_optimizer(program)
-    return program
+    return overlap_data(program) if overlap.data else program
 
 
 def decouple(program: Program, ahead: int = 1) -> Program:
@@ -104,30 +112,30 @@ def decouple(program: Program, ahead: int = 1) -> Program:
 def overlap_data(program: Program) -> Program:
     """Split GATHER and REDUCE into issuing and waiting, as far apart as possible. RELEASE follows the last
     use."""
-    return replace(program, ranks=tuple(tuple(_overlapped(program, actions)) for actions in program.ranks))
+    return replace(program, ranks=tuple(_overlapped(program, actions) for actions in program.ranks))
 
 
 def overlap_optimizer(program: Program) -> Program:
     """Split STEP into CLIP and one UPDATE per stage, in order of first use, each followed by the stage's next
     gather."""
-    return replace(program, ranks=tuple(tuple(_stepped(actions)) for actions in program.ranks))
+    return replace(program, ranks=tuple(_stepped(actions) for actions in program.ranks))
 
 
-def _stepped(actions: Sequence[Action]) -> Iterator[Action]:
+def _stepped(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """Split STEP in one list. A gather that starts later than the beginning of the iteration (ZeRO 3) keeps
     its place."""
-    stages = dict.fromkeys(action.stage for action in actions if action.kind in COMPUTE)
+    step = next((at for at in reversed(range(len(actions))) if actions[at].kind is Kind.STEP), None)
+    if step is None:
+        return actions
+    stages = dict.fromkeys([action.stage for action in actions if action.kind in COMPUTE])
     load = next((i for i, action in enumerate(actions) if action.kind is Kind.LOAD), 0)
     first = {action.stage for action in actions[:load] if action.kind is Kind.START_GATHER}
-    for action in actions:
-        if action.kind is not Kind.STEP:
-            yield action
-            continue
-        yield Action(Kind.CLIP)
-        for stage in stages:
-            yield Action(Kind.UPDATE, stage)
-            if stage in first:
-                yield Action(Kind.START_GATHER, stage)
+    split = [Action(Kind.CLIP)]
+    for stage in stages:
+        split.append(Action(Kind.UPDATE, stage))
+        if stage in first:
+            split.append(Action(Kind.START_GATHER, stage))
+    return (*actions[:step], *split, *actions[step + 1 :])
 
 
 def stages_ahead(num_sharers: int, *, offloads_state: bool) -> int:
@@ -192,7 +200,7 @@ def _across(actions: Sequence[Action]) -> Iterator[Action]:
             yield Action(_ACROSS[action.kind], action.stage)
 
 
-def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
+def _overlapped(program: Program, actions: Sequence[Action]) -> tuple[Action, ...]:
     assert program.lowering is not None
     zero = program.lowering.zero
     gaps = split_at_computes(actions)
@@ -206,8 +214,12 @@ def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]
     for index, stage, next_sum in _reduces(gaps):
         latest = index + _REDUCE_BEHIND if program.lowering.reduce == "each" else len(gaps)
         placed.waits[min(next_sum, latest)].append(Action(Kind.AWAIT_REDUCE, stage))
-    for gap, *added in zip(gaps, placed.released, placed.starts, placed.waits, strict=True):
-        yield from _overlapped_gap(gap, *added)
+    found: list[Action] = []
+    for gap, released, starts, waits in zip(gaps, placed.released, placed.starts, placed.waits, strict=True):
+        found += released
+        found += starts
+        _add_overlapped(found, gap, waits)
+    return tuple(found)
 
 
 class PlacedGathers:
@@ -274,20 +286,19 @@ def _reduces(gaps: list[list[Action]]) -> list[tuple[int, int, int]]:
     return found[::-1]
 
 
-def _overlapped_gap(
-    gap: list[Action], released: list[Action], starts: list[Action], waits: list[Action]
-) -> Iterator[Action]:
-    """Yield one gap: gathers start before the batch is loaded, and waits come just before the compute action
-    or the step."""
-    yield from released
-    yield from starts
+def _add_overlapped(found: list[Action], gap: list[Action], waits: list[Action]) -> None:
+    """Add one gap: gathers start before the batch is loaded, and waits come just before the compute action or
+    the step."""
+    ends = []
     for action in gap:
-        if action.kind is Kind.REDUCE:
-            yield Action(Kind.START_REDUCE, action.stage)
-        elif action.kind not in _REPLACED and action.kind not in _GAP_ENDS:
-            yield action
-    yield from waits
-    yield from (action for action in gap if action.kind in _GAP_ENDS)
+        if action.kind in _GAP_ENDS:
+            ends.append(action)
+        elif action.kind is Kind.REDUCE:
+            found.append(Action(Kind.START_REDUCE, action.stage))
+        elif action.kind not in _REPLACED:
+            found.append(action)
+    found += waits
+    found += ends
 
 
 def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
@@ -304,8 +315,10 @@ def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
         earliest[transfer.peer] = min(earliest[transfer.peer], max(0, use - ahead))
         posts[earliest[transfer.peer]].insert(0, transfer)
         waits[use].append(transfer)
-    parts = zip(gaps, _sends(gaps), posts, waits, strict=True)
-    return tuple(action for part in parts for action in _rewritten(*part))
+    found: list[Action] = []
+    for part in zip(gaps, _sends(gaps), posts, waits, strict=True):
+        _add_rewritten(found, *part)
+    return tuple(found)
 
 
 def _sends(gaps: list[list[Action]]) -> list[list[PipelineTransfer]]:
@@ -318,7 +331,7 @@ def _sends(gaps: list[list[Action]]) -> list[list[PipelineTransfer]]:
     was: defaultdict[int, list[tuple[int, PipelineTransfer]]] = defaultdict(list)
     for index, gap in enumerate(gaps):
         for action in gap:
-            if payload := SEMANTICS[action.kind].makes:
+            if payload := _MAKES.get(action.kind):
                 made[payload, action.stage, action.micro_batch] = index + 1
             for transfer in action.transfers if action.kind is Kind.EXCHANGE else ():
                 if transfer.sends:
@@ -326,8 +339,9 @@ def _sends(gaps: list[list[Action]]) -> list[list[PipelineTransfer]]:
     sends: list[list[PipelineTransfer]] = [[] for _ in gaps]
     for placed in was.values():
         soonest = [made[t.payload, t.stage, t.micro_batch] for _, t in placed]
+        moves = soonest == sorted(soonest)
         for (index, transfer), soon in zip(placed, soonest, strict=True):
-            sends[soon if soonest == sorted(soonest) else index].append(transfer)
+            sends[soon if moves else index].append(transfer)
     return sends
 
 
@@ -351,19 +365,27 @@ def _uses(program: Program, gaps: list[list[Action]]) -> dict[tuple[Payload, int
     return uses
 
 
-def _rewritten(
+def _add_rewritten(
+    found: list[Action],
     gap: list[Action],
     sends: list[PipelineTransfer],
     posts: list[PipelineTransfer],
     waits: list[PipelineTransfer],
-) -> Iterator[Action]:
-    """Yield a gap with receives before sends: some transports lose half their bandwidth otherwise."""
-    yield from (Action(Kind.RECEIVE, transfers=(t,)) for t in posts)
-    yield from (a for a in gap if a.kind is Kind.LOAD)
-    yield from (Action(Kind.SEND, transfers=(t,)) for t in sends)
-    yield from (a for a in gap if a.kind not in _MOVED)
-    yield from (Action(Kind.WAIT, transfers=(t,)) for t in waits)
-    yield from (a for a in gap if a.kind in COMPUTE)
+) -> None:
+    """Add a gap with receives before sends: some transports lose half their bandwidth otherwise."""
+    found.extend([Action(Kind.RECEIVE, transfers=(t,)) for t in posts])
+    others, computes = [], []
+    for action in gap:
+        if action.kind in COMPUTE:
+            computes.append(action)
+        elif action.kind is Kind.LOAD:
+            found.append(action)
+        elif action.kind is not Kind.EXCHANGE:
+            others.append(action)
+    found.extend([Action(Kind.SEND, transfers=(t,)) for t in sends])
+    found += others
+    found.extend([Action(Kind.WAIT, transfers=(t,)) for t in waits])
+    found += computes
 
 
 def cut_stages(program: Program, num_chunks: int) -> Program:

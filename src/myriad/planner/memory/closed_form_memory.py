@@ -220,7 +220,7 @@ class _Layouts:
         longer = np.floor(extra / self.pp) if self.last else np.ceil(extra / self.pp)
         return share * self.virtual_stages + np.minimum(longer, self.virtual_stages)
 
-    @property
+    @cached_property
     def in_flight(self) -> Number:
         """Number of micro-batches whose activations this rank holds at once."""
         p, v, m = self.pp, self.virtual_stages, self.num_micro_batches

@@ -169,9 +169,12 @@ class ConstantMemory:
 
     def margin(self, coming: float) -> float:
         """Return the bytes beyond what is counted, when ``coming`` bytes come and go."""
+        return self._slack * coming + self.outside
+
+    @cached_property
+    def _slack(self) -> float:
         memory = self._workload.profile.memory
-        slack = memory.tensor_slack if self._workload.layout.tp > 1 else memory.allocator_slack
-        return slack * coming + self.outside
+        return memory.tensor_slack if self._workload.layout.tp > 1 else memory.allocator_slack
 
     @cached_property
     def gradients(self) -> float:

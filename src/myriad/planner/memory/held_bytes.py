@@ -57,8 +57,10 @@ class HeldBytes:
     @property
     def buffers(self) -> float:
         """Bytes of messages, of receive buffers of reductions in flight, and of a backward's gradients."""
-        rooms = sum(islice(reversed(self.rooms), _REDUCING))
-        rooms += sum(islice(reversed(self.rooms_across), _REDUCING))
+        rooms = 0.0
+        for reducing in (self.rooms, self.rooms_across):
+            if reducing:
+                rooms += sum(islice(reversed(reducing), _REDUCING))
         messages = self.arriving.total + self.leaving.total + self.matrices.total
         return messages + rooms + self.own_grads.total
 

@@ -98,14 +98,15 @@ def layer_memory(
     """Return the layer memory of every layout, computed once for each distinct combination. ``where``: bytes
     of a value, whether the device is a CPU, the ranks that share experts, those that share the width of each,
     the load of the busiest rank, and the ranks that share sequences."""
-    keys, index = np.unique((tp * _MORE + micro_batch) * 4 + recompute, return_inverse=True)
+    packed = (tp * _MORE + micro_batch) * 4 + recompute
+    keys, index = np.unique(packed, return_inverse=True)
     found = [
         _memory_of(model, profile, MicroBatchShard(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])
         for key in keys
         for tp_, micro_batch_ in [divmod(key // 4, _MORE)]
     ]
     columns = (np.array([getattr(one, field.name) for one in found]) for field in fields(LayerMemory))
-    return LayerMemory(*columns).take(index.reshape(np.shape(tp)))
+    return LayerMemory(*columns).take(index.reshape(packed.shape))
 
 
 _MORE = 2.0**25

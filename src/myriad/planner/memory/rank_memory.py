@@ -40,6 +40,7 @@ from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory, cap
 from myriad.planner.simulation.steady_state import SteadyState
 from myriad.planner.workload import Workload
 from myriad.program.actions import (
+    ORTHOGONALIZATION,
     SEMANTICS,
     Action,
     Collective,
@@ -164,9 +165,10 @@ class _MemoryWalk:
         self.turns = next_is_backward(self.actions)
         captures = self.workload.profile.cuda_graphs and not model.on_cpu
         self.captured = captured_bytes(model, self.actions, program.num_stages) if captures else None
-        """Bytes that captured stages reserve; ``None``: layers allocate and free their memory."""
+        """Bytes that captured stages reserve; ``None``: layers allocate their memory."""
         self.tied_starts, self.tied_ends = tied_reduction(self.actions, self.tied_stages)
         """The actions between which the tied chunk is reduced."""
+        self._reduces = self.workload.layout.num_holders > 1 or self.workload.layout.num_etp_groups > 1
 
     def peak(self) -> PeakMemory:
         """Return the memory at the peak of an iteration, or of the texts that are generated after it."""
@@ -198,11 +200,12 @@ class _MemoryWalk:
         best, highest = None, -1.0
         for index in range(start, stop):
             action = self.actions[index]
-            self._before(index, action)
-            passing, head_bytes = self._passing(action)
+            does = SEMANTICS[action.kind]
+            self._before(index, action, does)
+            passing, head_bytes = self._passing(action, does)
             if (total := self._total(passing)) > highest * _HIGHER:
                 best, highest = self._memory(passing, head_bytes), total
-            self._after(index, action)
+            self._after(index, action, does)
         assert best is not None, "every rank does something"
         return best
 
@@ -250,11 +253,6 @@ class _MemoryWalk:
         """Whether `myriad.parallel.chunk` frees gradient buffers at the update."""
         return self._zero < 2 and self.workload.overlap.updates_early and self.workload.num_micro_batches == 1
 
-    @property
-    def _optimizer(self) -> float:
-        """Bytes of optimizer state on the device now, and of the moving average, which stays there."""
-        return self.now.states.total + self.constant.state
-
     def _total(self, passing: float) -> float:
         """Return the bytes of everything that changes during an iteration; the rest is constant."""
         now = self.now
@@ -270,7 +268,7 @@ class _MemoryWalk:
         return PeakMemory(
             weights=now.values.total + self.constant.masters,
             gradients=now.grad_buffers.total + self.constant.gradients,
-            optimizer=self._optimizer,
+            optimizer=now.states.total + self.constant.state,  # with the moving average, which stays
             activations=activations,
             logits=logits,
             buffers=buffers,
@@ -293,24 +291,13 @@ class _MemoryWalk:
         keys = self.reduced_keys[stage]
         return sum(room(self.chunks[key], of_experts=key in self.expert_chunks) for key in keys)
 
-    def _before(self, index: int, action: Action) -> None:
-        now, stage, does = self.now, action.stage, SEMANTICS[action.kind]
-        values, grad_buffers = self._comes_and_goes
-        if values and Resource.PARAMETERS in does.allocates:
-            for key in self._chunks_of(stage):
-                self.users[key].add(stage)
-                now.values.put(key, self.chunks[key] * self.workload.value_bytes)
-        if grad_buffers and Resource.GRADIENTS in does.allocates:
-            for key in self._chunks_of(stage):
-                now.grad_buffers.put(key, self.buffer_bytes * self.chunks[key])
-        layout = self.workload.layout
-        if does.starts is Collective.REDUCE and (layout.num_holders > 1 or layout.num_etp_groups > 1):
-            own = self._own_chunks(stage)
-            self.reduced_keys[stage] = [*own, _TIED] if index == self.tied_starts else own
-            now.rooms.append(self._rooms(stage, self.model.room))
-        if does.starts is Collective.REDUCE_ACROSS:
-            now.rooms_across.append(self._rooms(stage, self.model.room_across))
-        if stage in self.matrices:
+    def _before(self, index: int, action: Action, does: Semantics) -> None:
+        now, stage = self.now, action.stage
+        if does.allocates:
+            self._allocate(stage, does)
+        if does.starts is not None:
+            self._start_reduction(index, stage, does.starts)
+        if action.kind in ORTHOGONALIZATION:
             self._put_matrices(stage, self.matrices[stage].after_begin_of(action.kind))
         if does.starts_copy is Copy.FETCH:
             self._keep(action)
@@ -321,13 +308,32 @@ class _MemoryWalk:
                 payload = (transfer.payload, transfer.stage, transfer.micro_batch)
                 now.arriving.put(payload, self.model.message)
 
+    def _allocate(self, stage: int, does: Semantics) -> None:
+        """Add the parameters and the gradient buffer that an action of a stage allocates."""
+        values, grad_buffers = self._comes_and_goes
+        if values and Resource.PARAMETERS in does.allocates:
+            for key in self._chunks_of(stage):
+                self.users[key].add(stage)
+                self.now.values.put(key, self.chunks[key] * self.workload.value_bytes)
+        if grad_buffers and Resource.GRADIENTS in does.allocates:
+            for key in self._chunks_of(stage):
+                self.now.grad_buffers.put(key, self.buffer_bytes * self.chunks[key])
+
+    def _start_reduction(self, index: int, stage: int, starts: Collective) -> None:
+        """Add the receive buffers of a reduction."""
+        if starts is Collective.REDUCE and self._reduces:
+            own = self._own_chunks(stage)
+            self.reduced_keys[stage] = [*own, _TIED] if index == self.tied_starts else own
+            self.now.rooms.append(self._rooms(stage, self.model.room))
+        if starts is Collective.REDUCE_ACROSS:
+            self.now.rooms_across.append(self._rooms(stage, self.model.room_across))
+
     def _put_matrices(self, stage: int, num_bytes: float | None) -> None:
         if num_bytes is not None:
             self.now.matrices.put(stage, num_bytes)
 
-    def _after(self, index: int, action: Action) -> None:
-        does = SEMANTICS[action.kind]
-        if action.stage in self.matrices:
+    def _after(self, index: int, action: Action, does: Semantics) -> None:
+        if action.kind in ORTHOGONALIZATION:
             self._put_matrices(action.stage, self.matrices[action.stage].after_end_of(action.kind))
         if does.computes:
             self._after_compute(action, does)
@@ -342,7 +348,8 @@ class _MemoryWalk:
         elif does.ends is Collective.REDUCE_ACROSS:
             self.now.rooms_across.popleft()
         elif does.updates and self._frees_grad_buffers:
-            self._updated(action.stage)
+            for key in self._updated_with(action.stage):
+                self.now.grad_buffers.drop(key)
         elif does.posts and does.waits:
             for transfer in action.transfers:
                 if transfer.sends and transfer.payload is Payload.GRADIENT:
@@ -360,10 +367,6 @@ class _MemoryWalk:
         if self._comes_and_goes[1] and self._zero >= 2:
             for key in [*self._own_chunks(stage), *([_TIED] if ends_tied else [])]:
                 self.now.grad_buffers.drop(key)
-
-    def _updated(self, stage: int) -> None:
-        for key in self._updated_with(stage):
-            self.now.grad_buffers.drop(key)
 
     def _updated_with(self, stage: int) -> list[int]:
         """Return the chunks that are updated with a stage."""
@@ -420,13 +423,13 @@ class _MemoryWalk:
         self.now.kept.drop(where)
         self.now.head_bytes.drop(where)
 
-    def _passing(self, action: Action) -> tuple[float, float]:
+    def _passing(self, action: Action, does: Semantics) -> tuple[float, float]:
         """Return the peak of temporary bytes of an action, and the head's part of it."""
         if action.kind is Kind.ORTHOGONALIZE:
             return self.matrices[action.stage].workspace, 0.0
         if action.kind is Kind.STEP:
             return max(one.alone for one in self.matrices.values()), 0.0
-        does, copies = SEMANTICS[action.kind], self._copied_gradients(action)
+        copies = self._copied_gradients(action, does) if self.workload.copies_gradients else 0.0
         if does.updates:
             return self.constant.gathered_copies, 0.0
         if self.captured is not None or not does.computes:
@@ -440,9 +443,7 @@ class _MemoryWalk:
         passing, head_bytes = held.in_split_backward if split else held.in_backward
         return passing + copies, head_bytes
 
-    def _copied_gradients(self, action: Action) -> float:
+    def _copied_gradients(self, action: Action, does: Semantics) -> float:
         """Return the bytes of the gradients that a backward copies (`Workload.copies_gradients`)."""
-        does = SEMANTICS[action.kind]
-        adds = does.computes and Resource.ACTIVATIONS not in does.allocates
-        copied = self.workload.copies_gradients and adds
+        copied = does.computes and Resource.ACTIVATIONS not in does.allocates
         return 4 * sum(self.chunks[key] for key in self._own_chunks(action.stage)) if copied else 0.0

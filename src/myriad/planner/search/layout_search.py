@@ -8,14 +8,15 @@ simulator. Layouts whose programs take long to simulate are left out, such as th
 hundreds of stages.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import count_shard_levels
 from myriad.comm.layout import Layout
 from myriad.planner.cost.stage_layers import cut_layers
@@ -61,6 +62,8 @@ class SearchResult:
     num_layouts: int
     """Number of legal layouts."""
     num_fitting: int
+    with_more_memory: tuple[LayoutCandidate, ...] = ()
+    """The best few layouts on the same accelerators with twice the memory, if they were asked for."""
 
     @cached_property
     def front(self) -> tuple[LayoutCandidate, ...]:
@@ -79,12 +82,19 @@ class _Scores:
     """Standard deviation of the bytes."""
     fits: npt.NDArray[np.bool_]
 
+    def with_capacity(self, capacity: float) -> "_Scores":
+        """Return the scores of the same layouts with other memory. Redundant layouts have infinite bytes."""
+        fits = _fits(self.num_bytes.ravel(), self.deviation.ravel(), capacity)
+        return replace(self, fits=fits.reshape(self.fits.shape))
+
 
 @dataclass
 class _Pool:
     """Rows ``[grid, place in it, key, seconds, bytes, deviation]`` of the candidates for the best layouts."""
 
     grids: list[LayoutGrid]
+    capacity: float
+    """Bytes of an accelerator's memory."""
     rows: list[Array] = field(default_factory=list)
     num_forwards: dict[tuple[int, ...], int] = field(default_factory=dict)
 
@@ -102,10 +112,8 @@ class _Pool:
     def candidate(self, row: Array) -> LayoutCandidate:
         grid, index = self._place(row)
         seconds, num_bytes, deviation = row[3:].tolist()
-        capacity = float(grid.problem.cluster.accelerator.memory_bytes)
-        return LayoutCandidate(
-            *grid.at(index), seconds, num_bytes, float(probability_within(capacity, num_bytes, deviation))
-        )
+        fits = float(probability_within(self.capacity, num_bytes, deviation))
+        return LayoutCandidate(*grid.at(index), seconds, num_bytes, fits)
 
     def first(self, count: int) -> list[LayoutCandidate]:
         """Return the best layouts that are simulated in a short time; if all take long, the one that takes
@@ -146,22 +154,29 @@ def search_layouts(
     *,
     count: int = 100,
     objective: Objective = "time",
+    num_with_more_memory: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Search the layouts of a problem. ``progress(done, total)`` is called after each grid."""
+    """Search the layouts of a problem. ``num_with_more_memory``: number of the fastest layouts to return for
+    twice the memory, which have the same scores. ``progress(done, total)`` is called after each grid."""
     table, every = LayerTable(problem), list(layout_grids(problem))
-    best, front = _Pool(every), _Pool(every)
+    capacity = float(problem.cluster.accelerator.memory_bytes)
+    best, front, roomy = (_Pool(every, each) for each in (capacity, capacity, 2 * capacity))
     num_fitting = 0
     for number, grid in enumerate(every):
         scores = _without_redundant(grid, _score_grid(grid, table))
-        _add_best(best, number, _keys(problem, scores, objective), scores, num_cells=_num_cells(grid))
+        _add_best(best, number, _keys(scores, capacity, objective), scores)
         _add_front(front, number, scores)
+        if num_with_more_memory:
+            more = scores.with_capacity(roomy.capacity)
+            _add_best(roomy, number, _keys(more, roomy.capacity, "time"), more)
         num_fitting += _count(grid, scores.fits)
         if progress:
             progress(number + 1, len(every))
-    first = best.first(count)
     num_layouts = sum(grid.num_layouts for grid in every)
-    return SearchResult(tuple(first), partial(_scored_front, front), num_layouts, num_fitting)
+    score_front = partial(_scored_front, front)
+    first, others = tuple(best.first(count)), tuple(roomy.first(num_with_more_memory))
+    return SearchResult(first, score_front, num_layouts, num_fitting, others)
 
 
 def _without_redundant(grid: LayoutGrid, scores: _Scores) -> _Scores:
@@ -177,10 +192,10 @@ def _without_redundant(grid: LayoutGrid, scores: _Scores) -> _Scores:
     )
 
 
-def _keys(problem: LayoutProblem, scores: _Scores, objective: Objective) -> Array:
+def _keys(scores: _Scores, capacity: float, objective: Objective) -> Array:
     """Return the keys to minimize. Cost equals time, because the number of accelerators is given."""
     seconds = scores.seconds
-    filled = (scores.num_bytes / problem.cluster.accelerator.memory_bytes)[..., None, None, None]
+    filled = (scores.num_bytes / capacity)[..., None, None, None]
     keys: Array = filled + 1e-9 * seconds if objective == "memory" else seconds * (1 + _TIE * filled)
     return keys
 
@@ -191,9 +206,10 @@ def _num_cells(grid: LayoutGrid) -> int:
     return len(grid.micro_batches) * (1 if grid.pp == 1 else len(grid.schedules))
 
 
-def _add_best(pool: _Pool, number: int, keys: Array, scores: _Scores, *, num_cells: int) -> None:
+def _add_best(pool: _Pool, number: int, keys: Array, scores: _Scores) -> None:
     if not scores.fits.any():
         return
+    num_cells = _num_cells(pool.grids[number])
     keys = np.where(scores.fits[..., None, None, None], keys, np.inf)
     cells = keys.reshape(num_cells, -1)
     count = min(_VARIANTS, cells.shape[1])
@@ -240,21 +256,18 @@ probability."""
 
 def _score_grid(grid: LayoutGrid, table: LayerTable) -> _Scores:
     memory, shape = _grid_memory(grid)
-    memory = _each(memory, np.arange(int(np.prod(shape))), shape)
-    total, deviation = np.asarray(memory.total), np.asarray(memory.deviation)
-    capacity = float(grid.problem.cluster.accelerator.memory_bytes)
-    fits = total < _SURELY * capacity
-    near = np.flatnonzero(~fits & (total < _HARDLY * capacity))
-    fits[near] = probability_within(capacity, total[near], deviation[near]) >= MIN_FIT_PROBABILITY
+    total, deviation = (np.broadcast_to(one, shape).ravel() for one in (memory.total, memory.deviation))
+    fits = _fits(total, deviation, float(grid.problem.cluster.accelerator.memory_bytes))
     seconds = grid_seconds(GridTimes(grid, table))
     return _Scores(seconds, total.reshape(shape), deviation.reshape(shape), fits.reshape(shape))
 
 
-def _each(memory: PeakMemory, places: npt.NDArray[np.intp], shape: tuple[int, ...]) -> PeakMemory:
-    """Return the memory of some layouts."""
-    count = int(np.prod(shape))
-    parts = (np.broadcast_to(getattr(memory, one.name), count)[places] for one in fields(PeakMemory))
-    return PeakMemory(*parts)
+def _fits(total: Array, deviation: Array, capacity: float) -> npt.NDArray[np.bool_]:
+    """Return whether each layout fits in ``capacity`` bytes; flat arrays."""
+    fits = total < _SURELY * capacity
+    near = np.flatnonzero(~fits & (total < _HARDLY * capacity))
+    fits[near] = probability_within(capacity, total[near], deviation[near]) >= MIN_FIT_PROBABILITY
+    return fits
 
 
 def score_layout(
@@ -273,8 +286,8 @@ def layout_memory(problem: LayoutProblem, candidate: LayoutCandidate) -> PeakMem
     """Return the memory of the fullest accelerator."""
     grid, index = _single(problem, candidate)
     memory, shape = _grid_memory(grid)
-    one = _each(memory, np.array([np.ravel_multi_index(index[:4], shape)]), shape)
-    return PeakMemory(*(float(np.asarray(getattr(one, part.name))[0]) for part in fields(PeakMemory)))
+    parts = (np.broadcast_to(getattr(memory, part.name), shape)[index[:4]] for part in fields(PeakMemory))
+    return PeakMemory(*map(float, parts))
 
 
 def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutGrid, tuple[int, ...]]:
@@ -312,32 +325,29 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
 
 
 def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
-    """Return the memory of each ``[micro-batch, schedule, shards, recompute]``, flat, and that shape."""
+    """Return the memory of each ``[micro-batch, schedule, shards, recompute]``, in arrays that broadcast to
+    that shape, and the shape."""
     problem, shape = grid.problem, grid.axes[:4]
-    batch, schedule, shard, again = (axis.ravel() for axis in np.indices(shape))
     names = [name for name, _ in grid.schedules]
-    size = np.array(grid.micro_batches, dtype=float)[batch]
-    num = problem.global_batch / grid.dp / size
-    stages = np.array([float(v) for _, v in grid.schedules])
-    one = np.ones(len(batch))
+    size = _along(0, grid.micro_batches)
     memory = worst_stage_memory(
         rank_model(problem.model, grid.cp),
         problem.profile,
-        dp=grid.num_holders * one,
-        tp=grid.tp * one,
-        pp=grid.pp * one,
-        virtual_stages=stages[schedule],
+        dp=float(grid.num_holders),
+        tp=float(grid.tp),
+        pp=float(grid.pp),
+        virtual_stages=_along(1, [stages for _, stages in grid.schedules]),
         micro_batch=size,
-        num_micro_batches=num,
-        zero=np.array([one.zero for one in grid.shards])[shard],
-        reduce_each=np.array([one.reduce == "each" for one in grid.shards])[shard],
-        shard_group=np.array([one.shard_group or 0.0 for one in grid.shards])[shard],
-        recompute=np.array([RECOMPUTE.index(name) for name in problem.recomputes])[again],
-        eager=_those(names, lambda name: name.startswith("eager"))[schedule],
-        zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
-        dual_pipe=_those(names, lambda name: name == "dualpipe-v")[schedule],
-        gpipe=_those(names, lambda name: name == "gpipe")[schedule],
-        levels=np.array([_num_levels(grid, one) for one in grid.shards])[shard],
+        num_micro_batches=problem.global_batch / grid.dp / size,
+        zero=_along(2, [one.zero for one in grid.shards]),
+        reduce_each=_along(2, [one.reduce == "each" for one in grid.shards]),
+        shard_group=_along(2, [one.shard_group or 0.0 for one in grid.shards]),
+        recompute=_along(3, [RECOMPUTE.index(name) for name in problem.recomputes]),
+        eager=_along(1, [name.startswith("eager") for name in names]),
+        zero_bubble=_along(1, ["zero-bubble" in name for name in names]),
+        dual_pipe=_along(1, [name == "dualpipe-v" for name in names]),
+        gpipe=_along(1, [name == "gpipe" for name in names]),
+        levels=_along(2, [_num_levels(grid, one) for one in grid.shards]),
         optimizer=problem.optimizer,
         averages=problem.ema_every > 0,
         trains_alone=problem.comm.sync_every > 1,
@@ -353,10 +363,21 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
 
 
 def _num_levels(grid: LayoutGrid, shard: Sharding) -> int:
+    problem, degrees = grid.problem, (grid.dp, grid.tp, grid.pp, grid.cp)
+    return _num_levels_of(problem.comm, problem.cluster.accelerators_per_node, degrees, shard)
+
+
+@lru_cache(maxsize=2**14)
+def _num_levels_of(
+    comm: CommConfig, node_size: int, degrees: tuple[int, int, int, int], shard: Sharding
+) -> int:
+    dp, tp, pp, cp = degrees
     shards = {"zero": shard.zero, "shard_group": shard.shard_group}
-    layout = Layout(dp=grid.dp, tp=grid.tp, pp=grid.pp, cp=grid.cp, **shards)
-    return count_shard_levels(grid.problem.comm, layout, grid.problem.cluster.accelerators_per_node)
+    return count_shard_levels(comm, Layout(dp=dp, tp=tp, pp=pp, cp=cp, **shards), node_size)
 
 
-def _those(names: list[str], rule: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    return np.array([rule(name) for name in names])
+def _along(axis: int, values: Sequence[float]) -> Array:
+    """Return values along one of the four axes of memory."""
+    shape = [1, 1, 1, 1]
+    shape[axis] = len(values)
+    return np.array(values, dtype=float).reshape(shape)

@@ -128,7 +128,8 @@ def fits(problem: LayoutProblem, candidate: LayoutCandidate, simulations: Simula
     memory."""
     if not (candidate.layout.offloads or candidate.overlap.pairs):
         return score_layout(problem, candidate).fit_probability >= MIN_FIT_PROBABILITY
-    plan = _counted(problem, SimulatedPlan(candidate, 0.0, 0.0), simulations, whatever_length=True)
+    plan = SimulatedPlan(candidate, 0.0, 0.0)
+    plan = _counted(problem, plan, simulations, whatever_length=True, checks=False)
     return plan.candidate.fit_probability >= MIN_FIT_PROBABILITY
 
 
@@ -156,13 +157,16 @@ def _counted(
     simulations: SimulationCache,
     *,
     whatever_length: bool = False,
+    checks: bool = True,
 ) -> SimulatedPlan:
+    """Return the plan with the memory of its program. ``whatever_length``: even if the program is long.
+    ``checks=False``: the program need not be proved."""
     cluster, workload = problem.cluster, plan.candidate.workload(problem)
     costs = Costs(workload, cluster)
     layout, count = workload.layout, workload.num_micro_batches
     if count * layout.num_stages * costs.num_chunks > _MOST_COMPUTES and not whatever_length:
         return plan
-    ranks = simulations.memory(costs)
+    ranks = simulations.memory(costs, checks=checks)
     fullest = max(ranks, key=lambda memory: float(memory.total))
     probability = min(float(fits_probability(memory, cluster.accelerator.memory_bytes)) for memory in ranks)
     candidate = replace(plan.candidate, memory_bytes=float(fullest.total), fit_probability=probability)

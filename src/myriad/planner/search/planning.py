@@ -76,6 +76,7 @@ def find_plans(
         problem,
         count=count,
         objective=objective,
+        num_with_more_memory=_FEW,
         progress=lambda done, total: report_progress("searched", done, total),
     )
     allows_plain = (0.0, False) in problem.offloads
@@ -104,9 +105,16 @@ def find_plans(
     return PlanResult(problem, found, fitting)
 
 
-def best_plan(problem: LayoutProblem, simulations: SimulationCache) -> SimulatedPlan | None:
-    """Return the fastest plan, from a smaller number of simulated layouts; ``None`` where nothing fits."""
-    plans = simulate_candidates(problem, search_layouts(problem, count=_FEW).best, simulations)
+def best_plan(
+    problem: LayoutProblem,
+    simulations: SimulationCache,
+    candidates: Iterable[LayoutCandidate] | None = None,
+) -> SimulatedPlan | None:
+    """Return the fastest plan, from a smaller number of simulated layouts; ``None`` where nothing fits.
+    ``candidates``: these layouts, if a search has found them already."""
+    if candidates is None:
+        candidates = search_layouts(problem, count=_FEW).best
+    plans = simulate_candidates(problem, candidates, simulations)
     return next(verify_memory(problem, plans, simulations), None)
 
 

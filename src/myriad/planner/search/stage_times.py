@@ -50,7 +50,9 @@ class LayerTable:
         self._tp = {degree: index for index, degree in enumerate(self.degrees)}
         self._size = {size: index for index, size in enumerate(self.sizes)}
         self._lengths: dict[int, npt.NDArray[np.int64]] = {}
-        self._cuts: dict[tuple[int, int, bool, ExpertGrid], LayerAssignment] = {}
+        self._counts: dict[tuple[int, int, bool], tuple[npt.NDArray[np.int64], Array]] = {}
+        self._held: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self._cuts: dict[tuple[int, int, bool, int, int], LayerAssignment] = {}
 
     def _layer_kinds(self) -> list[int]:
         """Return the kind of each layer: 0 embedding, 1 head, then one for each kind of block."""
@@ -119,22 +121,40 @@ class LayerTable:
 
     def cut(self, pp: int, virtual_stages: int, vee: bool, experts: ExpertGrid) -> "LayerAssignment":
         """Return the assignment of layers to so many pipeline ranks."""
-        key = pp, virtual_stages, vee, experts
+        key = pp, virtual_stages, vee, experts.tp, experts.ep * experts.expert_tp if experts.folds else 0
         if key not in self._cuts:
             self._cuts[key] = self._cut(*key)
         return self._cuts[key]
 
-    def _cut(self, pp: int, virtual_stages: int, vee: bool, experts: ExpertGrid) -> "LayerAssignment":
-        lengths = self.lengths_of_stages(pp * virtual_stages)
-        owner = np.repeat(_owners(pp, virtual_stages, vee), lengths)
-        places = owner * self.num_kinds + self.layer_kinds
-        counts = np.bincount(places, minlength=pp * self.num_kinds).reshape(pp, self.num_kinds)
-        parameters = np.array(layer_parameters(self.problem.model, experts.tp), dtype=float)
-        routed = np.array(routed_parameters(self.problem.model), dtype=float) * experts.folds
-        others, own = (parameters - routed) / experts.tp, routed / (experts.ep * experts.expert_tp)
+    def _cut(self, pp: int, virtual_stages: int, vee: bool, tp: int, expert_shards: int) -> "LayerAssignment":
+        """Return an assignment. ``expert_shards``: ranks that share a block's experts, where these lie on
+        other ranks than the rest of it; 0: they do not."""
+        owner, rows = self._owner_and_counts(pp, virtual_stages, vee)
+        others, own = self._held_of_layers(tp, expert_shards)
         held, in_experts = (np.bincount(owner, weights=each, minlength=pp) for each in (others, own))
-        rows, fullest = np.unique(counts.astype(float), axis=0), int(np.argmax(held + in_experts))
+        fullest, lengths = int(np.argmax(held + in_experts)), self.lengths_of_stages(pp * virtual_stages)
         return LayerAssignment(rows, float(held[fullest]), float(in_experts[fullest]), int(lengths.min()))
+
+    def _owner_and_counts(
+        self, pp: int, virtual_stages: int, vee: bool
+    ) -> tuple[npt.NDArray[np.int64], Array]:
+        """Return the pipeline rank of each layer, and the distinct numbers of layers by rank and kind."""
+        key = pp, virtual_stages, vee
+        if key not in self._counts:
+            owner = np.repeat(_owners(pp, virtual_stages, vee), self.lengths_of_stages(pp * virtual_stages))
+            places = owner * self.num_kinds + self.layer_kinds
+            counts = np.bincount(places, minlength=pp * self.num_kinds).reshape(pp, self.num_kinds)
+            self._counts[key] = owner, np.unique(counts.astype(float), axis=0)
+        return self._counts[key]
+
+    def _held_of_layers(self, tp: int, expert_shards: int) -> tuple[Array, Array]:
+        """Return the parameters of each layer on a rank, without and of its experts."""
+        key = tp, expert_shards
+        if key not in self._held:
+            parameters = np.array(layer_parameters(self.problem.model, tp), dtype=float)
+            routed = np.array(routed_parameters(self.problem.model), dtype=float) * (expert_shards > 0)
+            self._held[key] = (parameters - routed) / tp, routed / max(expert_shards, 1)
+        return self._held[key]
 
 
 def _turns(times: LayerTimes) -> list[Array]:

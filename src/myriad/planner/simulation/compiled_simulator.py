@@ -65,6 +65,7 @@ _PER_STAGE = (
 """Kinds with one cost for each stage, in the order of the table of seconds. Loading, an exchange, and the
 whole optimizer step of each rank follow them in that table."""
 _ROW = {kind: row for row, kind in enumerate(_PER_STAGE)}
+_COMPUTE_ROW = {kind: _ROW[kind] for kind in _COMPUTES}
 
 _COLLECTIVES = {
     Collective.GATHER: Kind.GATHER,
@@ -101,11 +102,10 @@ class CompiledProgram:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        first = _Compiler(program, frozenset(), {})
-        later = _Compiler(program, frozenset(first.ahead), first.channels) if first.ahead else first
-        self.num_places, self.channels = first.num_places, tuple(first.channels)
-        self.num_copies = len(first.copies)
-        self.iterations = first.steps, later.steps
+        compiled = _Compiler(program)
+        self.num_places, self.channels = compiled.num_places, tuple(compiled.channels)
+        self.num_copies = len(compiled.copies)
+        self.iterations = compiled.steps, compiled.later_steps()
 
     def costs_of(self, costs: Costs) -> ProgramCosts:
         """Return the costs of a layout that runs this program."""
@@ -157,17 +157,18 @@ class CompiledProgram:
 class _Compiler:
     """Executes a program without times and records the steps."""
 
-    def __init__(self, program: Program, ahead: frozenset[int], channels: dict[tuple[int, int], int]) -> None:
-        """Compile ``program``. ``ahead``: stages whose parameters the previous iteration already gathered
-        behind its optimizer. ``channels``: the channels that are known already, by sender and receiver, with
-        their index."""
-        self.program, self.come = program, set(ahead)
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.first_gathers: dict[int, int] = {}
+        """Index of the step that issues each stage's first gather ahead of its use."""
         self.ahead: set[int] = set()
+        """Stages whose parameters are gathered behind the optimizer, for the next iteration."""
         self.updated: set[int] = set()
         self.copies: dict[tuple[Copy, int, int], int] = {}
         """Number of each copy that was started: its kind, stage and micro-batch."""
         self.steps: list[_Step] = []
-        self.channels = channels
+        self.channels: dict[tuple[int, int], int] = {}
+        """Index of each channel, by sender and receiver."""
         self.open: defaultdict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
         self.arrived: set[int] = set()
         self.num_places = 2 * program.num_stages * program.num_micro_batches
@@ -180,22 +181,29 @@ class _Compiler:
         done = [at == len(actions) for at, actions in zip(self.next, program.ranks, strict=True)]
         assert all(done), "no rank of a program waits forever"
 
+    def later_steps(self) -> list[_Step]:
+        """Return the steps of an iteration that follows another one, without the gathers that the other one
+        issued behind its optimizer. A gather does not change the order of the steps."""
+        gone = {self.first_gathers[stage] for stage in self.ahead & self.first_gathers.keys()}
+        return [step for index, step in enumerate(self.steps) if index not in gone] if gone else self.steps
+
     def _advance(self, rank: int) -> None:
-        actions = self.program.ranks[rank]
-        while self.next[rank] < len(actions):
-            if not self._do(rank, actions[self.next[rank]]):
+        actions, num_stages, add = self.program.ranks[rank], self.program.num_stages, self.steps.append
+        for index in range(self.next[rank], len(actions)):
+            action = actions[index]
+            if (row := _COMPUTE_ROW.get(action.kind)) is not None:
+                add((_COMPUTE, rank, row * num_stages + action.stage, 0))
+                continue
+            if not (self._do_transfers if action.transfers else self._do)(rank, action):
+                self.next[rank] = index
                 return
-            self.next[rank] += 1
             self.posted[rank] = False
+        self.next[rank] = len(actions)
 
     def _do(self, rank: int, action: Action) -> bool:
-        """Execute the action if its inputs are there, and return whether it was executed."""
+        """Execute an action that neither computes nor transfers if its inputs are there, and return whether
+        it was executed."""
         does, kind, stage = SEMANTICS[action.kind], action.kind, action.stage
-        if does.computes:
-            self.steps.append((_COMPUTE, rank, self._of_stage(kind, stage), 0))
-            return True
-        if action.transfers:
-            return self._do_transfers(rank, action, does)
         if does.joins and not self._join(rank, does.joins):
             return False
         if does.starts_copy is not None:
@@ -207,8 +215,8 @@ class _Compiler:
             number = self.copies[does.ends_copy, stage, action.micro_batch]
             self.steps.append((_AWAIT_COPY, rank, number, 0))
             return True
-        if does.starts is not None and not self._issues(rank, does, stage):
-            return True
+        if does.starts is not None:
+            self._issue(rank, does, stage)
         if does.ends is not None:
             self.steps.append((_AWAIT, rank, self._collective(does.ends, stage), 0))
         if does.orthogonalizes:
@@ -243,54 +251,53 @@ class _Compiler:
     def _collective(self, collective: Collective, stage: int) -> int:
         return stage + self.program.num_stages * _COLLECTIVE_ROW[collective]
 
-    def _issues(self, rank: int, does: Semantics, stage: int) -> bool:
-        """Issue a gather or reduction, and return whether the rank has one to wait for. A gather that the
-        previous iteration issued is not issued again."""
+    def _issue(self, rank: int, does: Semantics, stage: int) -> None:
+        """Issue a gather or reduction."""
         assert does.starts is not None
-        gathers = does.starts is Collective.GATHER
-        if gathers and does.ends is None and stage in self.come:
-            self.come.discard(stage)
-            return False
-        if gathers and stage in self.updated:
-            self.ahead.add(stage)
+        if does.starts is Collective.GATHER:
+            if does.ends is None:
+                self.first_gathers.setdefault(stage, len(self.steps))
+            if stage in self.updated:
+                self.ahead.add(stage)
         seconds = self._of_stage(_COLLECTIVES[does.starts], stage)
         step = _CROSS if does.starts is Collective.REDUCE_ACROSS else _TRAVEL
         self.steps.append((step, rank, self._collective(does.starts, stage), seconds))
-        return True
 
     # Transfers.
 
-    def _place(self, transfer: PipelineTransfer) -> int:
-        place = transfer.stage * self.program.num_micro_batches + transfer.micro_batch
-        return place * 2 + (transfer.payload is Payload.GRADIENT)
-
-    def _do_transfers(self, rank: int, action: Action, does: Semantics) -> bool:
+    def _do_transfers(self, rank: int, action: Action) -> bool:
+        """Execute an action with transfers if its inputs are there, and return whether it was executed."""
+        does, count = SEMANTICS[action.kind], self.program.num_micro_batches
+        places = [
+            (one.stage * count + one.micro_batch) * 2 + (one.payload is Payload.GRADIENT)
+            for one in action.transfers
+        ]
         if does.posts and not self.posted[rank]:
             self.posted[rank] = True
-            for transfer in action.transfers:
-                self._post(rank, transfer)
+            for transfer, place in zip(action.transfers, places, strict=True):
+                self._post(rank, transfer, place)
         if not does.waits:
             return True
-        places = [self._place(transfer) for transfer in action.transfers]
         if not self.arrived.issuperset(places):
             return False
-        self.steps.extend((_WAIT, rank, place, 0) for place in places)
+        self.steps.extend([(_WAIT, rank, place, 0) for place in places])
         if does.posts:
             self.steps.append((_PASS, rank, len(_PER_STAGE) * self.program.num_stages + 1, 0))
         return True
 
-    def _post(self, rank: int, transfer: PipelineTransfer) -> None:
-        sends, place = transfer.sends, self._place(transfer)
-        ends = (rank, transfer.peer) if sends else (transfer.peer, rank)
-        others = self.open[*ends, not sends]
+    def _post(self, rank: int, transfer: PipelineTransfer, place: int) -> None:
+        sends, peer = transfer.sends, transfer.peer
+        sender, receiver = (rank, peer) if sends else (peer, rank)
+        others = self.open[sender, receiver, not sends]
         if not others:
-            self.open[*ends, sends].append(place)
+            self.open[sender, receiver, sends].append(place)
             self.steps.append((_POST, rank, place, 0))
             return
         others.popleft()
         self.arrived.add(place)
-        self.steps.append((_MEET, rank, place, self.channels.setdefault(ends, len(self.channels))))
-        self.runnable.append(transfer.peer)
+        channel = self.channels.setdefault((sender, receiver), len(self.channels))
+        self.steps.append((_MEET, rank, place, channel))
+        self.runnable.append(peer)
 
 
 class _Execution:

@@ -60,8 +60,9 @@ def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
 class SimulationCache:
     """Builds each program once, and simulates each program under the same costs once.
 
-    A program is proved when its memory is counted, as for the first plans of a search, and again before it
-    runs. One that is only simulated is not: the simulation itself fails if a rank would wait forever.
+    A program is proved when the memory of a plan is counted, as for the first plans of a search, and again
+    before it runs. One that is only simulated or compared is not: the simulation itself fails if a rank would
+    wait forever.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class SimulationCache:
         self._checked: set[_Shape] = set()
         """Shapes whose program is proved."""
         self._lowered: Lowered = {}
+        """Programs between passes."""
         self._lines: dict[_Shape, CompiledProgram] = {}
         self._seconds: dict[tuple[_Shape, ProgramCosts], float] = {}
 
@@ -98,9 +100,9 @@ class SimulationCache:
             self._seconds[key] = line.seconds(key[1])
         return self._seconds[key]
 
-    def memory(self, costs: Costs) -> list[PeakMemory]:
+    def memory(self, costs: Costs, *, checks: bool = True) -> list[PeakMemory]:
         """Return the memory of each pipeline rank. It comes from the rank's program, or from the start, the
-        steady part and the end of that program."""
+        steady part and the end of that program. ``checks=False``: the program need not be proved."""
         workload, on_cpu, node_size = (
             costs.workload,
             costs.cluster.on_cpu,
@@ -110,14 +112,14 @@ class SimulationCache:
             counts = short_run_lengths(workload.layout, workload.num_micro_batches, times)
             if counts is None:
                 break
-            shorter, longer = (self.program(costs, count) for count in counts)
+            shorter, longer = (self.program(costs, count, checks=checks) for count in counts)
             if steady := steady_states(shorter, longer):
                 found = memory_of_repeating_ranks(
                     workload, longer, steady, on_cpu=on_cpu, node_size=node_size
                 )
                 if found is not None:
                     return found
-        program = self.program(costs, workload.num_micro_batches)
+        program = self.program(costs, workload.num_micro_batches, checks=checks)
         return memory_of_ranks(workload, program, on_cpu=on_cpu, node_size=node_size)
 
     def program(self, costs: Costs, num_micro_batches: int, *, checks: bool = True) -> Program:
