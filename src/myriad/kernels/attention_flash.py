@@ -19,7 +19,7 @@ from myriad.kernels.choice import in_interpreter
 from myriad.kernels.documents import Documents
 from myriad.kernels.memory_order import empty_in_order
 from myriad.kernels.ring_plan import Pieces, ring_plan
-from myriad.kernels.tile_tables import tile_table
+from myriad.kernels.tile_tables import are_short, tile_table
 
 __all__ = [
     "FlashCall",
@@ -51,6 +51,9 @@ _LAUNCHES = {
 }
 """The largest tiles whose sm_90 code keeps all but a few bytes in registers, according to
 `cuobjdump --dump-resource-usage`. They have not been timed on a GPU."""
+_SHORT = Launch(64, 64, 4, 2)
+"""Tiles for lists of short pieces, which would leave much of a tile of 128 positions unused. They spill at
+most 8 bytes of a thread."""
 _WIDE = Launch(32, 32, 8, 1)
 """Tiles in float32: each value takes twice the memory, and no tensor core multiplies it directly. With four
 warps their code keeps kilobytes of a thread outside its registers."""
@@ -61,9 +64,13 @@ def padded_width(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def launch_of(kernel: str, width: int, dtype: torch.dtype) -> Launch:
-    """Return the tile sizes of a kernel for a head size and a type."""
-    return _WIDE if dtype == torch.float32 else _LAUNCHES[kernel, max(64, padded_width(width))]
+def launch_of(kernel: str, width: int, dtype: torch.dtype, *, short: bool = False) -> Launch:
+    """Return the tile sizes of a kernel for a head size and a type, for lists of short pieces if
+    ``short``."""
+    if dtype == torch.float32:
+        return _WIDE
+    usual = _LAUNCHES[kernel, max(64, padded_width(width))]
+    return _SHORT if short and max(usual.query_size, usual.key_size) > 64 else usual
 
 
 class FlashCall(NamedTuple):
@@ -76,15 +83,17 @@ class FlashCall(NamedTuple):
     how: Scores
     adds: bool
     """Whether results are added, or joined, to those of earlier calls."""
+    short: bool = False
+    """Whether the pieces are short."""
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, how: Scores, *, adds: bool) -> "FlashCall":
+    def of(cls, pieces: Pieces, q: torch.Tensor, k: torch.Tensor, how: Scores, *, adds: bool) -> "FlashCall":
         """Return the call for queries ``[B, S, N, D]`` and keys ``[B, P, K, D]``."""
-        return cls(q.shape[3], q.shape[2] // k.shape[2], q.dtype, how, adds)
+        return cls(q.shape[3], q.shape[2] // k.shape[2], q.dtype, how, adds, are_short(pieces))
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """Return the compile-time arguments and the launch parameters of a kernel."""
-        launch = launch_of(kernel, self.width, self.dtype)
+        launch = launch_of(kernel, self.width, self.dtype, short=self.short)
         return {
             "repeats": self.repeats,
             "width": self.width,
@@ -139,7 +148,7 @@ def flash_forward(
     if not pieces or not out.numel():
         return
     q, k, v = (_rows_together(x) for x in (q, k, v))
-    call = FlashCall.of(q, k, how, adds=joins)
+    call = FlashCall.of(pieces, q, k, how, adds=joins)
     constants = call.constants("forward")
     table = tile_table(pieces, len(q), constants["query_size"], q.device, of_keys=False)
     launch(
@@ -183,7 +192,7 @@ def flash_backward(
     q, k, v, grad = (_rows_together(x) for x in inputs)
     if not pieces or not q.numel():
         return
-    call = FlashCall.of(q, k, how, adds=adds)
+    call = FlashCall.of(pieces, q, k, how, adds=adds)
     sizes = q.shape[1], q.shape[2], pieces[0].window, *call.scales, how.factor(call.width)
     tensors, strides = (q, k, v, grad, lse, products), _strides(q, k, v, grad)
     of_queries, of_keys, of_values = grads

@@ -20,7 +20,10 @@ import torch
 from myriad.kernels.constant_tensors import note_constant
 from myriad.kernels.ring_plan import Piece, Pieces
 
-__all__ = ["TileTable", "tile_table"]
+__all__ = ["TileTable", "are_short", "tile_table"]
+
+_MOST_UNUSED = 1.25
+"""Largest number of places in tiles of 128 queries, as a multiple of those in tiles of 64."""
 
 
 class TileTable(NamedTuple):
@@ -51,6 +54,16 @@ def tile_table(pieces: Pieces, batch: int, size: int, device: torch.device, *, o
             *(_on(device, rows) for rows in _lists(pieces, *key[:2], of_keys))
         )
     note_constant(found)
+    return found
+
+
+def are_short(pieces: Pieces) -> bool:
+    """Return whether tiles of 64 queries fit the pieces much better than tiles of 128: a document that four
+    ranks cut into eight chunks has 64 positions in each if it has 512."""
+    found: bool | None = pieces.derived.get("are_short")
+    if found is None:
+        large, small = (sum(-(-piece.sizes[0] // size) * size for piece in pieces) for size in (128, 64))
+        found = pieces.derived["are_short"] = large > _MOST_UNUSED * small
     return found
 
 

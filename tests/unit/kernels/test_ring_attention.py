@@ -28,6 +28,7 @@ from myriad.kernels.ring_plan import (
     ring_ranges,
     sends_what_is_seen,
 )
+from myriad.kernels.tile_tables import are_short
 from myriad.model.context_share import share_of
 
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -299,6 +300,14 @@ def test_a_query_without_a_key_in_a_step_stays_finite() -> None:
     joined.add(piece, piece_forward(q, k, k, piece, Scores()))
     joined.add(piece, piece_forward(q, k, k, piece, Scores()))
     assert bool(torch.isfinite(joined.out).all()) and joined.lse[0, -1, 0] == -torch.inf
+
+
+def test_short_pieces_have_tiles_of_their_size() -> None:
+    """Four ranks cut documents of 512 positions into chunks of 64, half of a usual tile."""
+    chunks = Documents(torch.empty(0), [[512] * 16])
+    assert are_short(ring_plan(8192, None, 1, 4, chunks).steps[0])
+    assert not are_short(ring_plan(8192, None, 1, 4).steps[0])
+    assert not are_short(ring_plan(8192, 500, 1, 4).steps[0])
 
 
 def test_short_documents_stay_on_one_rank_and_nothing_travels_for_them() -> None:

@@ -3,7 +3,8 @@ test_triton_cubins.py in a process of its own, for Triton's interpreter must be 
 
 python attention_cubins.py backward_keys:128:bfloat16 backward_keys:128:bfloat16:pieces
 
-``pieces``: of ranks that share sequences, with a bound of scores; results are added to earlier ones."""
+``pieces``: of ranks that share sequences, with a bound of scores; results are added to earlier ones.
+``short``: in the tiles of short pieces."""
 
 import json
 import re
@@ -26,10 +27,10 @@ from myriad.kernels.triton import attention_backward, attention_forward
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
-def compiled(name: str, width: int, dtype: torch.dtype, *, pieces: bool) -> dict[str, Any]:
+def compiled(name: str, width: int, dtype: torch.dtype, *, pieces: bool, short: bool) -> dict[str, Any]:
     """One kernel, as it would be launched for rows of that head size and type."""
     how = Scores(softcap=50.0 if pieces else None)
-    constants = FlashCall(width, 2, dtype, how, adds=pieces).constants(name)
+    constants = FlashCall(width, 2, dtype, how, adds=pieces, short=short).constants(name)
     constants |= {"has_sinks": not pieces} if name == "forward" else {}
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
     kernel = getattr(attention_forward if name == "forward" else attention_backward, name)
@@ -57,6 +58,7 @@ def compiled(name: str, width: int, dtype: torch.dtype, *, pieces: bool) -> dict
         "width": width,
         "type": str(dtype).removeprefix("torch."),
         "pieces": pieces,
+        "short": short,
         "shared_bytes": made.metadata.shared,
         "registers": registers,
         "stack_bytes": stack,
@@ -78,5 +80,6 @@ def resources(cubin: bytes) -> tuple[int, int]:
 if __name__ == "__main__":
     for line in sys.argv[1:]:
         name, width, dtype, *more = line.split(":")
-        found = compiled(name, int(width), getattr(torch, dtype), pieces=more == ["pieces"])
+        kinds = {kind: kind in more for kind in ("pieces", "short")}
+        found = compiled(name, int(width), getattr(torch, dtype), **kinds)
         print(json.dumps(found), flush=True)

@@ -18,6 +18,7 @@ WANTED = [
     "forward:80:float16:pieces",
     "backward_keys:128:bfloat16:pieces",
     "backward_queries:128:bfloat16:pieces",
+    "forward:128:bfloat16:short",
     "forward:128:float32:pieces",
 ]
 SHARED_BYTES = 227 * 1024
