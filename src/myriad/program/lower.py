@@ -33,9 +33,10 @@ happen. In all three, a channel's receives have the order of its sends.
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Literal
 
 from myriad.program.actions import (
@@ -52,6 +53,7 @@ from myriad.program.timeline import ProgramError, needed_transfer
 
 __all__ = ["lower"]
 
+_SENDS = attrgetter("sends")
 _SECONDS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 """Seconds of a compute action while placements are compared: whole numbers, so that sums are exact."""
 
@@ -68,17 +70,17 @@ def lower(
     computes = _computes(program, training)
     lowering = Lowering(zero, reduce, tied, training)
     links = _links(computes)
-    unblocked = _Unblocked(computes, links).makespan
+    unblocked = _Unblocked(computes, links)
     best, least = None, math.inf
     for placement in _placements(computes):
         try:
-            gaps = placement(computes, links)
+            gaps = placement(computes, links, unblocked)
             makespan = _CoupledRun(computes, gaps).makespan()
         except ProgramError:
             continue
         if makespan < least:
             best, least = gaps, makespan
-        if least <= unblocked:
+        if least <= unblocked.makespan:
             break
     assert best is not None, "the ordered placement never blocks for ever"
     return _lowered(computes, lowering, best)
@@ -96,7 +98,7 @@ _Gaps = list[list[list[PipelineTransfer]]]
 
 def _lowered(computes: Program, lowering: Lowering, gaps: _Gaps) -> Program:
     marked = replace(computes, lowering=lowering)
-    ranks = (tuple(_Rank(marked, rank, gaps[rank]).actions()) for rank in range(computes.num_ranks))
+    ranks = (_Rank(marked, rank, gaps[rank]).actions() for rank in range(computes.num_ranks))
     return replace(marked, ranks=tuple(ranks))
 
 
@@ -117,49 +119,43 @@ class _Rank:
             if action.kind in MAKES_WEIGHT_GRADIENT
         }
 
-    def actions(self) -> Iterator[Action]:
-        yield Action(Kind.LOAD)
+    def actions(self) -> tuple[Action, ...]:
+        found = [Action(Kind.LOAD)]
         for index, compute in enumerate(self.computes):
-            yield from self._gap(index)
-            yield compute
-        yield from self._gap(len(self.computes))
+            self._add_gap(found, index)
+            found.append(compute)
+        self._add_gap(found, len(self.computes))
         if self.tied_stage is not None:
-            yield Action(Kind.SYNC_TIED, self.tied_stage)
-            yield Action(Kind.REDUCE, self.tied_stage)
+            found += Action(Kind.SYNC_TIED, self.tied_stage), Action(Kind.REDUCE, self.tied_stage)
         if self.lowering.training:
-            yield Action(Kind.STEP)
+            found.append(Action(Kind.STEP))
+        return tuple(found)
 
-    def _gap(self, index: int) -> Iterator[Action]:
-        """Yield everything between compute action ``index - 1`` and compute action ``index``."""
+    def _add_gap(self, found: list[Action], index: int) -> None:
+        """Add everything between compute action ``index - 1`` and compute action ``index``."""
         # Receives are posted first: some transports lose half their bandwidth otherwise.
-        transfers = tuple(sorted(self.gaps[index], key=lambda transfer: transfer.sends))
-        exchange = [Action(Kind.EXCHANGE, transfers=transfers)] if transfers else []
-        sends = any(transfer.sends for transfer in transfers)
-        yield from self._release(index - 1)
+        transfers = tuple(sorted(self.gaps[index], key=_SENDS))
+        sends = bool(transfers) and transfers[-1].sends
+        if self.lowering.zero == 3 and index - 1 in self.block_ends:
+            found.append(Action(Kind.RELEASE, self.computes[index - 1].stage))
         if sends:
-            yield from exchange
-        yield from self._reduce(index - 1)
-        yield from self._gather(index)
-        if not sends:
-            yield from exchange
-
-    def _gather(self, index: int) -> Iterator[Action]:
+            found.append(Action(Kind.EXCHANGE, transfers=transfers))
+        if self._reduces(index - 1):
+            found.append(Action(Kind.REDUCE, self.computes[index - 1].stage))
         if self.lowering.zero >= 1 and index in self.blocks:
-            yield Action(Kind.GATHER, self.computes[index].stage)
+            found.append(Action(Kind.GATHER, self.computes[index].stage))
+        if transfers and not sends:
+            found.append(Action(Kind.EXCHANGE, transfers=transfers))
 
-    def _release(self, index: int) -> Iterator[Action]:
-        if self.lowering.zero == 3 and index in self.block_ends:
-            yield Action(Kind.RELEASE, self.computes[index].stage)
-
-    def _reduce(self, index: int) -> Iterator[Action]:
+    def _reduces(self, index: int) -> bool:
+        """Return whether a stage's gradients are reduced after a compute action."""
         if index < 0 or self.computes[index].kind not in MAKES_WEIGHT_GRADIENT:
-            return
+            return False
         stage = self.computes[index].stage
         is_last = index == self.last_backward[stage]
         if is_last and stage == self.tied_stage:
-            return
-        if is_last or self.lowering.reduce == "each":
-            yield Action(Kind.REDUCE, stage)
+            return False
+        return is_last or self.lowering.reduce == "each"
 
 
 def _blocks(computes: tuple[Action, ...]) -> dict[int, int]:
@@ -230,7 +226,7 @@ def _empty(program: Program) -> _Gaps:
     return [[[] for _ in range(len(actions) + 1)] for actions in program.ranks]
 
 
-def _natural_gaps(program: Program, links: list[_Link]) -> _Gaps:
+def _natural_gaps(program: Program, links: list[_Link], unblocked: "_Unblocked") -> _Gaps:
     """Place sends after the producer and receives before the user, or earlier if a later payload of the
     channel is used earlier."""
     gaps = _empty(program)
@@ -246,16 +242,18 @@ def _natural_gaps(program: Program, links: list[_Link]) -> _Gaps:
     return gaps
 
 
-def _paired_gaps(program: Program, links: list[_Link]) -> _Gaps:
+def _paired_gaps(program: Program, links: list[_Link], unblocked: "_Unblocked") -> _Gaps:
     """Place transfers in one global order, with a forward and the backward after it as one unit. Raises
     `ProgramError` if that deadlocks."""
     open_gaps = [_outside_pairs(actions) for actions in program.ranks]
-    return _by_one_order(program, [_moved(link, open_gaps) for link in links], open_gaps)
+    moved = [_moved(link, open_gaps) for link in links]
+    return _by_one_order(program, moved, open_gaps, _Unblocked(program, moved))
 
 
-def _ordered_gaps(program: Program, links: list[_Link]) -> _Gaps:
+def _ordered_gaps(program: Program, links: list[_Link], unblocked: "_Unblocked") -> _Gaps:
     """Place transfers in one global order, in any gap."""
-    return _by_one_order(program, links, [list(range(len(actions) + 1)) for actions in program.ranks])
+    open_gaps = [list(range(len(actions) + 1)) for actions in program.ranks]
+    return _by_one_order(program, links, open_gaps, unblocked)
 
 
 def _outside_pairs(actions: tuple[Action, ...]) -> list[int]:
@@ -264,10 +262,11 @@ def _outside_pairs(actions: tuple[Action, ...]) -> list[int]:
     return [gap for gap in range(len(actions) + 1) if gap not in inside]
 
 
-def _by_one_order(program: Program, links: list[_Link], open_gaps: list[list[int]]) -> _Gaps:
+def _by_one_order(
+    program: Program, links: list[_Link], open_gaps: list[list[int]], run: "_Unblocked"
+) -> _Gaps:
     """Place transfers in the order in which they would be ready if no send blocked. The receive comes before
     the compute action that would then start."""
-    run = _Unblocked(program, links)
     starts, ends = run.starts, run.ends
     gaps = _empty(program)
     turns = [0] * program.num_ranks
@@ -393,7 +392,8 @@ class _CoupledRun:
         self.movable.append(transfer.peer)
 
 
-_Placement = Callable[[Program, list[_Link]], _Gaps]
+_Placement = Callable[[Program, list[_Link], _Unblocked], _Gaps]
+"""Called with the compute actions, their transfers, and the run in which no send blocks."""
 
 
 def _placements(program: Program) -> tuple[_Placement, ...]:

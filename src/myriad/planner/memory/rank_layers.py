@@ -79,12 +79,15 @@ def _other_elements(model: ModelConfig, layer: int, part: MicroBatchShard) -> Nu
 def _matrix_elements(model: ModelConfig, layer: int, part: MicroBatchShard) -> Number:
     """Return the elements of the matrices between hidden values in a layer of the pipeline, on one rank,
     without those of `_expert_elements`."""
+    folds = bool(part.folds_experts)
+    return of_each_degree(part.tp, lambda tp: _hidden_elements(model, layer, tp, folds))
 
-    def of_rank(tp: int) -> float:
-        matrices = hidden_matrices(model, layer, tp)
-        return sum(one.local for one in matrices if not (one.of_expert and part.folds_experts))
 
-    return of_each_degree(part.tp, of_rank)
+@lru_cache(maxsize=2**12)
+def _hidden_elements(model: ModelConfig, layer: int, tp: int, folds: bool) -> float:
+    """Return `_matrix_elements` for one degree. ``folds``: without routed experts."""
+    matrices = hidden_matrices(model, layer, tp)
+    return sum(one.local for one in matrices if not (one.of_expert and folds))
 
 
 def layer_memory(

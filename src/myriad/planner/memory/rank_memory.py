@@ -51,6 +51,7 @@ from myriad.program.actions import (
     Resource,
     Semantics,
     input_of,
+    kinds_where,
     output_of,
 )
 from myriad.program.build import build_program, count_chunks
@@ -63,6 +64,10 @@ __all__ = ["memory_at_update", "memory_of_ranks", "memory_of_repeating_ranks"]
 
 _HIGHER = 1 + 1e-12
 """Factor by which a state must exceed the earlier peak: smaller differences may be rounding."""
+_PASSES = kinds_where(lambda does: does.computes or does.orthogonalizes or does.updates)
+_BEGINS = _PASSES | kinds_where(lambda does: bool(does.posts or does.starts or does.allocates))
+_ENDS = _PASSES | kinds_where(lambda does: bool(does.waits or does.ends or does.ends_copy or does.frees))
+"""Actions with temporary bytes, and those that may change what is held at their begin and at their end."""
 
 
 def memory_of_ranks(
@@ -131,7 +136,7 @@ class _MemoryWalk:
     """Walk over the actions of one rank that tracks what it holds."""
 
     def __init__(self, model: StageMemory, program: Program, rank: int, node_size: int | None) -> None:
-        self.model, self.workload = model, model.workload
+        self.model, self.workload, self._zero = model, model.workload, model.workload.layout.zero
         self.buffer_bytes = self.workload.profile.memory.gradient_buffer_bytes
         self.program, self.rank, self.actions = program, rank, program.ranks[rank]
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
@@ -200,12 +205,14 @@ class _MemoryWalk:
         best, highest = None, -1.0
         for index in range(start, stop):
             action = self.actions[index]
-            does = SEMANTICS[action.kind]
-            self._before(index, action, does)
-            passing, head_bytes = self._passing(action, does)
+            kind, does = action.kind, SEMANTICS[action.kind]
+            if kind in _BEGINS:
+                self._before(index, action, does)
+            passing, head_bytes = self._passing(action, does) if kind in _PASSES else (0.0, 0.0)
             if (total := self._total(passing)) > highest * _HIGHER:
                 best, highest = self._memory(passing, head_bytes), total
-            self._after(index, action, does)
+            if kind in _ENDS:
+                self._after(index, action, does)
         assert best is not None, "every rank does something"
         return best
 
@@ -214,10 +221,6 @@ class _MemoryWalk:
         buffers = memory.buffers + num_bytes
         coming = float(memory.activations + memory.logits + buffers)
         return replace(memory, buffers=buffers, margin=self.constant.margin(coming))
-
-    @property
-    def _zero(self) -> int:
-        return self.workload.layout.zero
 
     def _begin(self) -> PeakMemory:
         """Add what persists across iterations. Return the memory between two, with generated texts."""
@@ -232,8 +235,7 @@ class _MemoryWalk:
         return self._memory(self.model.generated(self.stages), 0.0)
 
     def _begin_places(self) -> None:
-        """With captured stages, reserve the fixed buffers for values and gradients that are otherwise
-        temporary."""
+        """Reserve the fixed buffers of captured stages for values and gradients."""
         chunks_of = {stage: self._chunks_of(stage) for stage in self.stages}
         runs = [self.actions, warm_up_actions(self.program, self.rank)]
         places = assign_buffers(runs, chunks_of, self._zero)
@@ -305,8 +307,7 @@ class _MemoryWalk:
             now.states.put(stage, sum(map(self.constant.state_of, self._updated_with(stage))))
         for transfer in action.transfers if does.posts else ():
             if not transfer.sends:
-                payload = (transfer.payload, transfer.stage, transfer.micro_batch)
-                now.arriving.put(payload, self.model.message)
+                now.arriving.put((transfer.payload, transfer.stage, transfer.micro_batch), self.model.message)
 
     def _allocate(self, stage: int, does: Semantics) -> None:
         """Add the parameters and the gradient buffer that an action of a stage allocates."""

@@ -280,7 +280,8 @@ class _Compiler:
             return True
         if not self.arrived.issuperset(places):
             return False
-        self.steps.extend([(_WAIT, rank, place, 0) for place in places])
+        for place in places:
+            self.steps.append((_WAIT, rank, place, 0))
         if does.posts:
             self.steps.append((_PASS, rank, len(_PER_STAGE) * self.program.num_stages + 1, 0))
         return True
