@@ -245,12 +245,6 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return finish(self.steps(x, logits, Context()))
 
-    @property
-    def num_exchanges(self) -> int:
-        """How often rows leave in a forward: to the experts, and back."""
-        boundary = self.boundary
-        return 2 * max(1, len(boundary.expert_hops)) if boundary.expert_ranks > 1 else 0
-
     def route(self, x: torch.Tensor, context: Context) -> Steps:
         """Return the logits ``[B, S, E]`` of tokens ``[B, S, H]``."""
         router, peers = self.router, self.boundary.of_parts

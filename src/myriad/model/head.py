@@ -71,11 +71,6 @@ class Head(SteppedLayer):
         layers = range(config.layers, config.layers + further)
         self.predictions = nn.ModuleList([_Prediction(config, layer, boundary) for layer in layers])
 
-    @property
-    def num_exchanges(self) -> int:
-        blocks = [layer.block for layer in self.predictions if isinstance(layer, _Prediction)]
-        return sum(block.num_exchanges for block in blocks)
-
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
         return self._steps(x, None, context)
 

@@ -69,11 +69,6 @@ class SteppedLayer(nn.Module):
     takes_tokens = False
     """Whether the input is whole on every rank (token ids) instead of this rank's share."""
 
-    @property
-    def num_exchanges(self) -> int:
-        """How often tokens leave for experts, or results for their tokens, in a forward."""
-        return 0
-
     def steps(self, x: torch.Tensor, context: Context) -> LayerSteps:
         """Run the forward pass as steps."""
         raise NotImplementedError

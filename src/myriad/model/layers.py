@@ -145,10 +145,6 @@ class Block(SteppedLayer):
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
 
-    @property
-    def num_exchanges(self) -> int:
-        return self.mlp.num_exchanges if isinstance(self.mlp, Experts) else 0
-
     def steps(self, x: torch.Tensor, context: Context) -> LayerSteps:
         return self._steps(x, None, context, self._mix(context))
 

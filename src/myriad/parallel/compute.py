@@ -23,7 +23,7 @@ from myriad.comm.layout import Layout
 from myriad.kernels.gradient import DeferredProduct, GradientSink, PendingRows, apply_deferred
 from myriad.kernels.host_copies import keeps_storage
 from myriad.model.definition import Context
-from myriad.model.interleave import SteppedLayer, layers_in_steps, run_layers
+from myriad.model.interleave import layers_in_steps, run_layers
 from myriad.parallel.recompute import Segment, differentiate, run_in_segments
 
 __all__ = ["Backward", "EagerCompute", "StageCompute", "WeightPart"]
@@ -119,11 +119,6 @@ class EagerCompute:
         layers = self._layers[stage]
         x = yield from layers_in_steps(layers, entering, context)
         return self._kept(stage, x, [Segment(layers, entering, x)], context)
-
-    def num_exchanges(self, stage: int) -> int:
-        """Return how often tokens leave for experts, or results for tokens, in a forward of a stage."""
-        stepped = (layer for layer in self._layers[stage] if isinstance(layer, SteppedLayer))
-        return sum(layer.num_exchanges for layer in stepped)
 
     def _kept(
         self, stage: int, x: torch.Tensor, segments: list[Segment], context: Context

@@ -15,7 +15,7 @@ import torch
 
 from myriad.parallel.batch import Batch
 from myriad.parallel.compute import Backward, WeightPart
-from myriad.parallel.paired_forward import PairedForwards
+from myriad.parallel.paired_forward import PairedForward
 from myriad.parallel.pipeline_transfers import TransferTables
 from myriad.program.actions import Action, Kind
 from myriad.program.in_flight import RankProgram
@@ -64,8 +64,8 @@ class Iteration:
     deferred: dict[tuple[int, int], WeightPart] = field(default_factory=dict)
     opened: Action | None = None
     """The forward of a pair whose backward comes next."""
-    paired: PairedForwards | None = None
-    """The forwards of the pairs that follow each other directly, since the last other action."""
+    paired: PairedForward | None = None
+    """The forwards of the pairs since the last other action."""
 
     @property
     def training(self) -> bool:

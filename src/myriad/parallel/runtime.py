@@ -4,9 +4,8 @@ The runtime decides no order: the schedules and the passes did, and the checker 
 The tensors that an action needs are in the tables of `myriad.parallel.iteration`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 
 import torch
 
@@ -19,7 +18,7 @@ from myriad.parallel.chunk import Chunk
 from myriad.parallel.compute import Backward, EagerCompute, StageCompute
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
 from myriad.parallel.iteration import Finisher, Iteration
-from myriad.parallel.paired_forward import PairedForward, PairedForwards
+from myriad.parallel.paired_forward import PairedForward, PairedSteps
 from myriad.parallel.pipeline_transfers import PipelineTransfers
 from myriad.parallel.rank_model import RankModel, Stage
 from myriad.program.actions import (
@@ -362,25 +361,17 @@ class Runtime:
     def _run_pair(self, action: Action, now: Iteration) -> None:
         """Run a backward, and inside it the forward that opened the pair, as far as that comes."""
         assert now.opened is not None, "the checker has proved it"
-        if now.paired is None:
-            run = now.plan.paired[now.opened.stage, now.opened.micro_batch]
-            now.paired = PairedForwards([self._paired_forward(forward, now) for forward in run])
-        now.opened = None
-        while (action.stage, action.micro_batch) not in now.saved:  # its forward has not ended
-            now.paired.advance()
+        if (action.stage, action.micro_batch) not in now.saved:  # the forward of this backward has not ended
+            self._complete_pairs(now)
+        steps = self._forward_steps(now.opened, now)
+        now.opened, now.paired = None, PairedForward(steps) if now.paired is None else now.paired.then(steps)
         self._boundary.meanwhile, self._eager.leaves_products = now.paired.advance, True
         try:
             self._backward(action, now)
         finally:
             self._boundary.meanwhile, self._eager.leaves_products = None, False
 
-    def _paired_forward(self, actions: Sequence[Action], now: Iteration) -> PairedForward:
-        """Return the forward of one micro-batch through these chunks."""
-        steps = (self._forward_steps(action, now) for action in actions)
-        num_exchanges = sum(self._eager.num_exchanges(action.stage) for action in actions)
-        return PairedForward(chain.from_iterable(steps), num_exchanges)
-
-    def _forward_steps(self, action: Action, now: Iteration) -> Iterator[object]:
+    def _forward_steps(self, action: Action, now: Iteration) -> PairedSteps:
         key, context = (action.stage, action.micro_batch), self._context(action.micro_batch, now)
         entering = self._entering(action, context, now)
         x, now.saved[key] = yield from self._eager.forward_in_steps(action.stage, entering, context)

@@ -8,18 +8,10 @@ planner their memory."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from myriad.program.actions import (
-    COMPUTE,
-    MAKES_WEIGHT_GRADIENT,
-    SEMANTICS,
-    Action,
-    Kind,
-    Resource,
-    kinds_where,
-)
+from myriad.program.actions import COMPUTE, MAKES_WEIGHT_GRADIENT, Action, Kind, Resource, kinds_where
 from myriad.program.static_buffers import tied_reduction
 
 __all__ = [
@@ -30,7 +22,6 @@ __all__ = [
     "comes_in_turn",
     "most_offloaded",
     "next_is_backward",
-    "paired_runs",
 ]
 
 FORWARDS = kinds_where(lambda does: does.computes and Resource.ACTIVATIONS in does.allocates)
@@ -65,18 +56,6 @@ def next_is_backward(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
         and then.kind in BACKWARDS
         and (first.stage, first.micro_batch) == (then.stage, then.micro_batch)
     )
-
-
-def paired_runs(actions: Iterable[Action]) -> dict[tuple[int, int], list[list[Action]]]:
-    """Return the forwards of pairs between which the rank does nothing else, by the (stage, micro-batch) of
-    the first: a list for each micro-batch in turn."""
-    found: dict[tuple[int, int], list[list[Action]]] = {}
-    for together, run in groupby(actions, lambda action: SEMANTICS[action.kind].pairs is not None):
-        if together:
-            forwards = [action for action in run if action.kind in FORWARDS]
-            in_turn = groupby(forwards, lambda action: action.micro_batch)
-            found[forwards[0].stage, forwards[0].micro_batch] = [list(one) for _, one in in_turn]
-    return found
 
 
 def most_offloaded(actions: Iterable[Action]) -> dict[int, int]:
@@ -138,8 +117,6 @@ class RankProgram:
     """(stage, micro-batch) of forwards whose backward is the rank's next compute action."""
     offloaded: Collection[tuple[int, int]] = ()
     """(stage, micro-batch) of forwards whose activations are copied to host memory."""
-    paired: Mapping[tuple[int, int], Sequence[Sequence[Action]]] = field(default_factory=dict)
-    """The forwards of pairs that follow each other directly (`paired_runs`)."""
 
     @staticmethod
     def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "RankProgram":
@@ -148,5 +125,4 @@ class RankProgram:
         starts, ends = tied_reduction(actions, tied_stages)
         copied = (action for action in actions if action.kind is Kind.START_OFFLOAD)
         offloaded = frozenset((action.stage, action.micro_batch) for action in copied)
-        backwards, paired = next_is_backward(actions), paired_runs(actions)
-        return RankProgram(actions, starts, ends, backwards, offloaded, paired)
+        return RankProgram(actions, starts, ends, next_is_backward(actions), offloaded)
