@@ -72,16 +72,17 @@ __all__ = [
 
 
 class ExchangeSlowdown(NamedTuple):
-    """Factors on the seconds of bytes that travel between nodes inside forwards and backwards."""
+    """Factors by which bytes that travel between nodes inside forwards and backwards take longer than at the
+    rates of ports."""
 
     tokens: float = 1.0
-    """Of tokens that travel to experts."""
+    """The factor for tokens that travel to experts."""
     context: float = 1.0
-    """Of what ranks that share a sequence exchange."""
+    """The factor for keys, values and positions that ranks exchange which share a sequence."""
 
 
 AT_PORTS = ExchangeSlowdown()
-"""The rates of ports."""
+"""Nothing takes longer than at the rates of ports."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class SimulationCache:
         self._checked: set[_Shape] = set()
         """Shapes whose program is proved."""
         self._lowered: Lowered = {}
-        """Programs between passes."""
+        """Results of the passes that several programs share (`myriad.program.build`)."""
         self._lines: dict[_Shape, CompiledProgram] = {}
         self._seconds: dict[tuple[_Shape, ProgramCosts], float] = {}
 
