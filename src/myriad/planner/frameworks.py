@@ -91,7 +91,8 @@ class FrameworkFile(Config):
     extends: str | None = None
     """Another framework, whose values hold where this file has none."""
     matches: tuple[str, ...] = ()
-    """Regular expressions of the source of a published row that name this framework."""
+    """Regular expressions that name this framework. They are searched in a published row's source, table,
+    model, kind and number of accelerators, and notes, joined by " | "; the longest match counts."""
     launcher: Launcher | None = None
     """Whose options ``myriad plan --out`` writes, also if this file extends another; off: none."""
     profile: dict[str, SourcedValue] = Field(default_factory=dict)

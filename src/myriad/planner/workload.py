@@ -30,9 +30,10 @@ Recompute = Literal["none", "selective", "full"]
 class FrameworkProfile:
     """The properties of a framework that affect its speed and memory. The defaults are Myriad's."""
 
-    attention: Literal["plain", "flash", "flash2", "flash3"] = "flash2"
+    attention: Literal["plain", "flash", "flash-triton", "flash2", "flash3"] = "flash2"
     """Attention kernel. plain: batched products and a softmax that keeps the scores; flash, flash2, flash3:
-    that version of FlashAttention."""
+    that version of FlashAttention; flash-triton: the first one in Triton, which also cuts the sequence among
+    multiprocessors."""
     fused: bool = True
     """Whether norm, activation and dropout are one operator each."""
     fused_add_norm: bool = True

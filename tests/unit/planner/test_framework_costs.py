@@ -39,6 +39,14 @@ def test_recomputation_that_keeps_some_products_is_shorter() -> None:
     assert half - none == pytest.approx((full - none) / 2, rel=0.1)
 
 
+def test_the_first_flash_attention_is_slow_with_few_heads_unless_it_is_triton_s() -> None:
+    long = MODEL.model_copy(update={"sequence": 32768, "heads": 8})
+    layout, on = Layout(dp=8), cluster(8)
+    versions = ("flash", "flash-triton", "flash2")
+    few, cut, second = (seconds(layout, on, long, attention=one) for one in versions)
+    assert few > 1.5 * cut > 1.5 * second
+
+
 def test_broadcasts_cost_each_rank_of_the_group() -> None:
     layout, on = Layout(dp=64, zero=1), cluster(64)
     added = seconds(layout, on, broadcast_seconds=1e-3) - seconds(layout, on)

@@ -119,6 +119,24 @@ def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "gpus", "gpu_type", "attention"),
+    [
+        ("mpt-7b", 256, "H100-SXM-80GB", "flash2"),
+        ("mpt-13b", 256, "H100-SXM-80GB", "flash-triton"),
+        ("mpt-7b", 64, "H100-SXM-80GB", "flash-triton"),
+        ("mpt-7b", 128, "A100-SXM-80GB", "flash-triton"),
+    ],
+)
+def test_a_benchmark_of_mosaicml_has_the_attention_that_its_script_chose(
+    tmp_path: Path, model: str, gpus: int, gpu_type: str, attention: str
+) -> None:
+    header = "model,layers,hidden,heads,vocab,seq,gpus,gpu_type,micro_batch,global_batch,iteration_s,source"
+    line = f"{model},32,4096,32,50368,2048,{gpus},{gpu_type},1,1024,9,mosaicml/llm-foundry@1:README.md"
+    (row,) = rows(tmp_path, line, header=header)
+    assert row.works[0].profile.attention == attention
+
+
+@pytest.mark.parametrize(
     ("framework", "layers", "pp", "stages"),
     [
         # nanotron's sweep has the parameters of rank 0: the embedding and so many blocks.

@@ -59,9 +59,10 @@ __all__ = [
 ]
 
 
-_FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
+_FLASH_SPEED = {"flash": 0.55, "flash-triton": 0.55, "flash2": 1.0, "flash3": 1.4}
 """Speed relative to FlashAttention-2: the first version is 1.7 to 2 times slower (arXiv 2307.08691, figure
-4), the third on H100 1.5 to 1.75 times faster in the backward (arXiv 2407.08608, figure 6)."""
+4), the third on H100 1.5 to 1.75 times faster in the backward (arXiv 2407.08608, figure 6). The first version
+in Triton is "slightly slower" than in CUDA (flash_attn/flash_attn_triton.py)."""
 _PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 19.0
 """Bytes moved for each score without a flash kernel: written by the product (2), softmax fused with scale and
 mask (4), dropout (5, its mask has one), read by the next product (2); in the backward read again for the

@@ -166,10 +166,10 @@ class _GeneralCells:
 
 
 def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
-    """Return the framework that a row names, or whose pattern its source, table, model or notes have."""
+    """Return the framework that a row names, or whose pattern these columns of it have."""
     if named := read.word("framework"):
         return recipes.framework(named)
-    said = " | ".join(read.word(column) for column in ("source", "table", "model", "notes"))
+    said = " | ".join(map(read.word, ("source", "table", "model", "gpu_type", "gpus", "notes")))
     best: tuple[int, Framework] | None = None
     for one in recipes.frameworks():
         for pattern in one.matches:
