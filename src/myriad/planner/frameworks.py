@@ -29,10 +29,12 @@ from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 
-__all__ = ["Framework", "FrameworkFile", "Launcher", "LayoutHabits", "read_framework"]
+__all__ = ["Framework", "FrameworkFile", "Launcher", "LayoutHabits", "PartitionHabit", "read_framework"]
 
 Launcher = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
 """Whose options a plan for a framework is written in (`myriad.forecasts.launch_script`)."""
+PartitionHabit = Literal["uniform", "with-ends", "balanced", "cumulative", "megatron"]
+"""A rule of `LayoutHabits.partition`."""
 _MOST_EXTENDED = 8
 _Section = TypeVar("_Section", bound=Config)
 _Values = TypeVar("_Values", FrameworkProfile, FrameworkMemory)
@@ -75,12 +77,14 @@ class LayoutHabits(Config):
     whole_experts: bool = False
     """Whether experts are whole on a rank where tensor-parallel ranks share other matrices; off: only where
     layout.dp x layout.cp is no multiple of layout.ep."""
-    partition: Literal["uniform", "with-ends", "balanced", "cumulative"] = "uniform"
+    partition: PartitionHabit = "uniform"
     """How layers are divided among stages. uniform: equal numbers of blocks. with-ends: equal numbers of
     layers, of which the embedding and the head are one each, where these numbers are equal. cumulative: the
     next stage begins after the layer whose products pass an equal share of all, with those of the head and
     without the embedding. balanced: the same; where that leaves stages empty, equal numbers of blocks, and
-    the head on the last."""
+    the head on the last. megatron: uniform where stages divide the blocks, as Megatron-Core requires; else
+    with-ends where they divide these layers; else equal numbers of blocks, rounded up, and what is left on
+    the last stage."""
 
 
 class FrameworkFile(Config):

@@ -144,13 +144,19 @@ def test_a_benchmark_of_mosaicml_has_the_attention_that_its_script_chose(
         ("nanotron", 16, 8, (3, 2, 3, 2, 3, 2, 1, 0)),
         ("zero-bubble", 22, 8, (2, 3, 3, 3, 3, 3, 3, 2)),
         ("deepseek", 16, 8, (2, 2, 2, 3, 2, 2, 3, 0)),
+        # Megatron-Core: as many blocks where stages divide them, or with embedding and head, or rounded up.
+        ("megatron-core", 16, 8, (2, 2, 2, 2, 2, 2, 2, 2)),
+        ("megatron-core", 94, 8, (11, 12, 12, 12, 12, 12, 12, 11)),
+        ("megatron-core", 61, 8, (8, 8, 8, 8, 8, 8, 8, 5)),
+        ("megatron-core", 61, 16, (*(4 for _ in range(15)), 1)),
+        ("megatron-core", 61, 32, (1, *(2 for _ in range(30)), 0)),
     ],
 )
 def test_layers_are_divided_as_by_the_framework(
     tmp_path: Path, framework: str, layers: int, pp: int, stages: tuple[int, ...]
 ) -> None:
     header = "model,layers,hidden,ffn,heads,vocab,seq,gpus,gpu_type,pp,vpp,micro_batch,global_batch,"
-    line = f"llama-like,{layers},2048,8192,32,131072,4096,8,H100-SXM-80GB,{pp},1,1,64,"
+    line = f"llama-like,{layers},2048,8192,32,131072,4096,{pp},H100-SXM-80GB,{pp},1,1,64,"
     (row,) = rows(tmp_path, f"{line}none,{framework},4.0", header=f"{header}recompute,framework,iteration_s")
     last = layers + 1
     found = [sum(0 < one < last for one in stage) for stage in stage_layers(row.works[0])]

@@ -20,7 +20,7 @@ fastest of those that fit, as in other tables.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import product
 from math import nan
 from typing import Any, Literal, Protocol, get_args
 
@@ -31,6 +31,7 @@ from myriad.planner.cluster_config import Accelerator, Cluster
 from myriad.planner.frameworks import Framework, LayoutHabits
 from myriad.planner.validation.general_clusters import cluster_of
 from myriad.planner.validation.general_models import model_of
+from myriad.planner.validation.habitual_partition import habitual_partition
 from myriad.planner.validation.published_rows import MeasuredMemory, PublishedRow, TableCells
 from myriad.planner.workload import Recompute, Workload
 from myriad.units import parse_bytes
@@ -254,45 +255,9 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     for micro_batch, number, recompute in product(_micro_batches(read), stages, recomputes):
         open_keys = {"micro_batch": micro_batch, "virtual_stages": number, "recompute": recompute}
         schedule = {} if by_layer else _schedule(read, number, habits)
-        if habits.partition in ("balanced", "cumulative") and pp > 1:
-            even = habits.partition == "balanced"
-            schedule["partition"] = _cumulative_partition(model, pp * number, even=even)
-        elif habits.partition == "with-ends" and pp > 1:
-            schedule["partition"] = _partition_with_ends(model, pp * number)
+        if pp > 1:
+            schedule["partition"] = habitual_partition(habits.partition, model, pp * number)
         yield Layout(**(fixed | open_keys | schedule))
-
-
-def _partition_with_ends(model: ModelConfig, num_stages: int) -> str:
-    """Return the partition into stages of as many layers, embedding and head included."""
-    each, rest = divmod(model.layers + 2, num_stages)
-    cuts = range(each, model.layers + 2, each) if each and not rest else ()
-    return f"manual:{','.join(map(str, cuts))}" if cuts else "uniform"
-
-
-def _cumulative_partition(model: ModelConfig, num_stages: int, *, even: bool) -> str:
-    """Return the partition by products: nanotron's rule (src/nanotron/models/base.py). ``even``: where it
-    leaves stages empty, return equal numbers of blocks with the head alone on the last stage."""
-    blocks = [_active_parameters(model, layer) for layer in range(model.layers)]
-    head = float(model.vocabulary * model.hidden * (1 + model.prediction_layers))
-    head += sum(_active_parameters(model, model.layers + n) for n in range(model.prediction_layers))
-    share, passed, cuts = (sum(blocks) + head) / num_stages, 0.0, list[int]()
-    for layer, block in enumerate(blocks, 1):
-        passed += block
-        if passed > share * (len(cuts) + 1) and len(cuts) < num_stages - 1:
-            cuts.append(layer + 1)
-    if even and len(cuts) < num_stages - 1 <= model.layers:
-        cuts = [1 + model.layers * stage // (num_stages - 1) for stage in range(1, num_stages)]
-    # nanotron puts head and loss on ranks of their own, or leaves ranks empty: cut at the end instead.
-    rest = (layer for layer in range(model.layers + 1, 1, -1) if layer not in cuts)
-    cuts = sorted([*cuts, *islice(rest, num_stages - 1 - len(cuts))])
-    return f"manual:{','.join(map(str, cuts))}" if len(cuts) == num_stages - 1 else "uniform"
-
-
-def _active_parameters(model: ModelConfig, layer: int) -> float:
-    """Return the parameters of a block that multiply a token."""
-    one = model.of_block(layer)
-    idle = one.stored_width - one.active_width
-    return one.block_parameters - idle * (one.up_matrices + 1) * one.hidden
 
 
 _DISPATCHES: Mapping[str, ExpertDispatch] = {
