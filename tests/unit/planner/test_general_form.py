@@ -137,6 +137,26 @@ def test_a_benchmark_of_mosaicml_has_the_attention_that_its_script_chose(
 
 
 @pytest.mark.parametrize(
+    ("source", "table", "model", "attention"),
+    [
+        ("NVIDIA/NeMo@1:docs/summary.md", "NeMo 24.07 (first)", "llama3-8b", "flash2"),
+        ("NVIDIA/NeMo@1:docs/summary.md", "NeMo 24.07 (first)", "GPT3-175B", "flash3"),
+        ("NVIDIA/NeMo@1:docs/performance_long_sequence.md", "LLAMA3-8B (FP8) B200", "llama3-8b", "flash3"),
+        ("NVIDIA/dgxc-benchmarking@v24.11.1:nemotron/README_340b.md", "Nemotron", "llama3-8b", "flash2"),
+        ("NVIDIA/dgxc-benchmarking@v25.04:nemotron/README.md", "Nemotron", "llama3-8b", "flash3"),
+    ],
+)
+def test_attention_is_that_of_a_release(
+    tmp_path: Path, source: str, table: str, model: str, attention: str
+) -> None:
+    """NeMo's launcher turned cuDNN's attention off until August 2024, but for 175B."""
+    columns = "layers,hidden,ffn,heads,vocab,seq,source,table"
+    line = f"{GOOD.replace('llama3-8b', model)},32,4096,14336,32,32000,8192,{source},{table}"
+    (row,) = rows(tmp_path, line, header=f"{HEADER},{columns}")
+    assert row.works[0].profile.attention == attention
+
+
+@pytest.mark.parametrize(
     ("framework", "layers", "pp", "stages"),
     [
         # nanotron's sweep has the parameters of rank 0: the embedding and so many blocks.
