@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,49 +102,66 @@ def layer_memory(
     """Return the layer memory of every layout, computed once for each distinct combination. ``where``: bytes
     of a value, whether the device is a CPU, the ranks that share experts, those that share the width of each,
     the load of the busiest rank, and the ranks that share sequences."""
-    packed = (tp * _MORE + micro_batch) * 4 + recompute
-    keys, index = np.unique(packed, return_inverse=True)
+    sizes, size = np.unique(micro_batch, return_inverse=True)
+    packed = tp * 4 + recompute
+    keys, kind = np.unique(packed, return_inverse=True)
     found = [
-        _memory_of(model, profile, MicroBatchShard(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])
+        _memory_of(model, profile, (float(key // 4), tuple(sizes), *where), RECOMPUTE[int(key % 4)])
         for key in keys
-        for tp_, micro_batch_ in [divmod(key // 4, _MORE)]
     ]
-    columns = (np.array([getattr(one, field.name) for one in found]) for field in fields(LayerMemory))
-    return LayerMemory(*columns).take(index.reshape(packed.shape))
+    columns = (np.concatenate([getattr(one, field.name) for one in found]) for field in fields(LayerMemory))
+    index = kind.reshape(packed.shape) * len(sizes) + size.reshape(micro_batch.shape)
+    return LayerMemory(*columns).take(index)
 
 
-_MORE = 2.0**25
-"""A number larger than the sequences of any micro-batch: tp and micro-batch are packed into one number."""
-
-
-@lru_cache(maxsize=2**14)
+@lru_cache(maxsize=2**12)
 def _memory_of(
-    model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
+    model: ModelConfig, profile: FrameworkProfile, part: tuple[Any, ...], recompute: Recompute
 ) -> LayerMemory:
-    """Return the layer memory of one combination; elements and bytes of blocks are averages."""
-    windows = range(min(model.layers, len(model.window_pattern)))
-    counts = Counter(first_alike(model) if model.has_dense_blocks else windows)
-    blocks = [layer_bytes(model, profile, "block", layer, part, recompute) for layer in counts]
-
-    def mean(each: Iterable[Number]) -> Number:
-        weighted = [count * one for count, one in zip(counts.values(), each, strict=True)]
-        return sum(weighted) / counts.total()
-
-    embedding = layer_bytes(model, profile, "embedding", 0, part, recompute)
-    head = layer_bytes(model, profile, "head", 0, part, recompute)
-    last = model.layers + 1
-    return LayerMemory(
-        mean(_other_elements(model, 1 + layer, part) for layer in counts),
-        layer_elements(model, "embedding", part.tp),
-        _other_elements(model, last, part),
-        mean(_matrix_elements(model, 1 + layer, part) for layer in counts),
-        _matrix_elements(model, last, part),
-        mean(one.kept for one in blocks),
-        max(max(one.forward, one.backward) for one in blocks),
-        mean(product_inputs(model, layer, part) for layer in counts),
-        embedding.kept,
-        head.kept + head.forward,
-        message_bytes(model, profile, part),
-        mean(_expert_elements(model, 1 + layer, part) for layer in counts),
-        _expert_elements(model, last, part),
+    """Return the layer memory of micro-batches of several sizes, as one-dimensional arrays; bytes of blocks
+    are averages. ``part``: fields of `MicroBatchShard`, with a tuple of sizes."""
+    tp, sizes, *where = part
+    shard = MicroBatchShard(tp, np.array(sizes), *where)
+    counts = _different_blocks(model)
+    blocks = [layer_bytes(model, profile, "block", layer, shard, recompute) for layer in counts]
+    passing = [np.maximum(one.forward, one.backward) for one in blocks]
+    embedding = layer_bytes(model, profile, "embedding", 0, shard, recompute)
+    head = layer_bytes(model, profile, "head", 0, shard, recompute)
+    found = LayerMemory(
+        **_elements_of(model, MicroBatchShard(tp, 1.0, *where[:4])),
+        block_kept=_mean(counts, (one.kept for one in blocks)),
+        block_passing=np.max(np.stack(np.broadcast_arrays(*passing)), axis=0),
+        block_products=_mean(counts, (product_inputs(model, layer, shard) for layer in counts)),
+        embedding_kept=embedding.kept,
+        head=head.kept + head.forward,
+        message=message_bytes(model, profile, shard),
     )
+    values = (np.broadcast_to(getattr(found, field.name), len(sizes)) for field in fields(LayerMemory))
+    return LayerMemory(*values)
+
+
+@lru_cache(maxsize=2**12)
+def _elements_of(model: ModelConfig, part: MicroBatchShard) -> dict[str, Number]:
+    """Return the numbers of elements in `LayerMemory`, which depend on the degrees only; those of blocks are
+    averages."""
+    counts, last = _different_blocks(model), model.layers + 1
+    return {
+        "block_elements": _mean(counts, (_other_elements(model, 1 + layer, part) for layer in counts)),
+        "embedding_elements": layer_elements(model, "embedding", part.tp),
+        "head_elements": _other_elements(model, last, part),
+        "block_matrices": _mean(counts, (_matrix_elements(model, 1 + layer, part) for layer in counts)),
+        "head_matrices": _matrix_elements(model, last, part),
+        "block_experts": _mean(counts, (_expert_elements(model, 1 + layer, part) for layer in counts)),
+        "head_experts": _expert_elements(model, last, part),
+    }
+
+
+def _different_blocks(model: ModelConfig) -> Counter[int]:
+    """Return the first of each kind of block, with the number of blocks like it."""
+    windows = range(min(model.layers, len(model.window_pattern)))
+    return Counter(first_alike(model) if model.has_dense_blocks else windows)
+
+
+def _mean(counts: Counter[int], each: Iterable[Number]) -> Number:
+    weighted = [count * one for count, one in zip(counts.values(), each, strict=True)]
+    return sum(weighted) / counts.total()
