@@ -82,6 +82,17 @@ def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
         rows(tmp_path, GOOD, header=header, columns={"seconds": "step_time"})
 
 
+def test_columns_give_any_key_of_the_model(tmp_path: Path) -> None:
+    header = f"{HEADER},model.head_dim,model.tied,model.window"
+    (row,) = rows(tmp_path, f"{GOOD},160,true,off", header=header)
+    model = row.works[0].model
+    assert (model.head_width, model.tied, model.window) == (160, True, None)
+    (row,) = rows(tmp_path, f"{GOOD},160,,", header=header)
+    assert row.works[0].model.head_width == 160
+    with pytest.raises(BadInputError, match=r"line 2.*tyed.*unknown key"):
+        rows(tmp_path, f"{GOOD},,true,", header=header.replace("tied", "tyed"))
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -2,6 +2,7 @@
 
     model, layers, hidden, ffn, heads, kv_heads, vocab, seq       the model; empty where its name says it
     experts, experts_per_token, expert_ffn, shared_experts        a mixture of experts
+    model.KEY                                                     any other key of the model
     global_batch (sequences), gpus, gpu_type, interconnect        the job and its cluster
     tp, pp, dp, cp, ep, etp, vpp, zero, micro_batch, recompute    the layout
     dtype                                                         bf16, fp16, fp32, fp8, fp8-blocks
@@ -25,6 +26,7 @@ from math import nan
 from typing import Any, Literal, Protocol, get_args
 
 from myriad.comm.layout import ExpertDispatch, Layout, ScheduleName
+from myriad.config import parse_override
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
@@ -36,7 +38,7 @@ from myriad.planner.validation.published_rows import MeasuredMemory, PublishedRo
 from myriad.planner.workload import Recompute, Workload
 from myriad.units import parse_bytes
 
-__all__ = ["FLOP_COUNTS", "GENERAL_COLUMNS", "Recipes", "general_row", "is_general"]
+__all__ = ["FLOP_COUNTS", "GENERAL_COLUMNS", "MODEL_KEY", "Recipes", "general_row", "is_general"]
 
 GENERAL_COLUMNS = [
     "source", "table", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab",
@@ -46,7 +48,9 @@ GENERAL_COLUMNS = [
     "expert_dispatch", "expert_overlap", "iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu",
     "flops", "allocated_bytes", "reserved_bytes", "out_of_memory", "framework", "notes",
 ]  # fmt: skip
-"""Names of all columns; ``--columns`` maps others to them."""
+"""Names of all columns but those of further keys of the model; ``--columns`` maps others to them."""
+MODEL_KEY = "model."
+"""Prefix of the columns of further keys of the model."""
 _NEEDED = frozenset({"model", "gpus", "gpu_type"})
 _MEASURED = frozenset({"iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"})
 _MEMORY = frozenset({"allocated_bytes", "reserved_bytes", "out_of_memory"})
@@ -153,6 +157,12 @@ class _GeneralCells:
     def number(self, column: str) -> float:
         """Return a number above 0."""
         return self._number(column, None, whole=False)
+
+    def model_keys(self) -> dict[str, Any]:
+        """Return the keys of the model that columns of their own give."""
+        said = ((name, (text or "").strip()) for name, text in self.cells.values.items())
+        own = [(name, text) for name, text in said if name.startswith(MODEL_KEY) and text]
+        return {name.removeprefix(MODEL_KEY): parse_override(f"{name}={text}")[1] for name, text in own}
 
     def refused(self, column: str, allowed: str) -> BadInputError:
         """Return the error about a cell."""

@@ -28,6 +28,9 @@ class RowCells(Protocol):
     def number(self, column: str) -> float:
         """Return a number above 0."""
 
+    def model_keys(self) -> dict[str, Any]:
+        """Return the keys of the model that columns of their own give."""
+
     def refused(self, column: str, allowed: str) -> BadInputError:
         """Return the error about a cell."""
 
@@ -68,6 +71,7 @@ def model_of(read: RowCells, recipe: Callable[[str], Mapping[str, Any] | None]) 
         if column == "ffn" and sparse and "expert_hidden" in values:
             continue  # Tables of experts give the width of one, which the recipe has.
         values[key] = read.whole(column)
+    values |= read.model_keys()
     for column in ("layers", "hidden", "seq"):
         if _KEYS[column] not in values:
             raise read.refused(column, f"needed: there is no recipe of the model {read.word('model')!r}")

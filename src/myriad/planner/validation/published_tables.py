@@ -17,10 +17,17 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from myriad.comm.layout import check_layout
+from myriad.config import explain
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.validation.general_form import GENERAL_COLUMNS, Recipes, general_row, is_general
+from myriad.planner.validation.general_form import (
+    GENERAL_COLUMNS,
+    MODEL_KEY,
+    Recipes,
+    general_row,
+    is_general,
+)
 from myriad.planner.validation.published_rows import (
     TABLE_KINDS,
     PublishedRow,
@@ -59,8 +66,9 @@ class TableOptions:
     def columns_back(self) -> dict[str, str]:
         """The column of the general form by the column of a file. Raises `BadInputError`."""
         for column in self.columns:
-            if column not in GENERAL_COLUMNS:
-                raise BadInputError("--columns", column, f"one of {', '.join(GENERAL_COLUMNS)}")
+            if column not in GENERAL_COLUMNS and not column.startswith(MODEL_KEY):
+                allowed = f"one of {', '.join(GENERAL_COLUMNS)}, or {MODEL_KEY}KEY"
+                raise BadInputError("--columns", column, allowed)
         return {theirs: ours for ours, theirs in self.columns.items()}
 
 
@@ -179,8 +187,8 @@ def _rows_of(read: Callable[[TableCells], Iterator[PublishedRow]], cells: TableC
             _check(row)
     except ValidationError as error:
         one = error.errors()[0]
-        key, allowed = ".".join(map(str, one["loc"])), one["msg"][0].lower() + one["msg"][1:]
-        raise BadInputError(cells.place, f"{key} = {one['input']}", allowed) from None
+        key = ".".join(map(str, one["loc"]))
+        raise BadInputError(cells.place, f"{key} = {one['input']}", explain(one)) from None
     except BadInputError as error:
         if error.key.startswith(cells.place):
             raise
@@ -198,7 +206,7 @@ def _check(row: PublishedRow) -> None:
             raise BadInputError("dp x tp x pp", layout.world, f"the {world} GPUs of the row")
         if layout.num_stages > model.layers + 2:
             raise BadInputError("stages", layout.num_stages, f"at most {model.layers + 2} for these layers")
-        if model.hidden % model.heads or model.heads % layout.tp:
+        if (model.head_dim is None and model.hidden % model.heads) or model.heads % layout.tp:
             allowed = f"heads that divide hidden = {model.hidden} and that tp = {layout.tp} divides"
             raise BadInputError("heads", model.heads, allowed)
         if workload.global_batch > _MOST_BATCH or workload.num_micro_batches > _MOST_MICRO_BATCHES:
