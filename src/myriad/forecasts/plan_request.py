@@ -136,12 +136,18 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
     """Return the search of layouts that a framework can have, with its profile and its overlap. Raises
     `BadInputError`."""
     habits, own = framework.habits, problem.profile
-    degrees = {3} if habits.by_layer and habits.zero == 3 else {0, habits.zero}
-    shards = tuple(shard for shard in problem.shards if shard.zero in degrees)
+    by_layer = habits.by_layer and habits.zero == 3
+    degrees = {3} if by_layer else {0, habits.zero}
+    reduces = ("each",) if by_layer or habits.reduce_each else ("each", "last")
+    shards = tuple(one for one in problem.shards if one.zero in degrees and one.reduce in reduces)
     if not shards:
         allowed = f"with --framework {framework.name} one of {', '.join(map(str, sorted(degrees)))}"
         raise BadInputError("layout.zero", problem.fixed.get("zero"), allowed)
+    if not habits.has_pipelines and problem.fixed.get("pp", 1) != 1:
+        allowed = f"1 with --framework {framework.name}, which has no pipelines with ZeRO {habits.zero}"
+        raise BadInputError("layout.pp", problem.fixed["pp"], allowed)
     schedules = {"gpipe", "1f1b", "interleaved", habits.schedule}
+    fixed = {} if habits.has_pipelines else {"pp": 1}
     return replace(
         problem,
         framework=framework.name,
@@ -149,10 +155,11 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         overlap=framework.overlap,
         searches_overlap=False,
         searches_pairs=False,
+        gathers_blocks=by_layer,
         shards=shards,
         schedules=tuple(name for name in problem.schedules if name in schedules),
         offloads=tuple(one for one in problem.offloads if one == _PLAIN) or problem.offloads,
-        fixed={"expert_dispatch": habits.expert_dispatch, **problem.fixed},
+        fixed={"expert_dispatch": habits.expert_dispatch, **fixed, **problem.fixed},
     )
 
 

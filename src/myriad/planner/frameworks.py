@@ -65,6 +65,8 @@ class LayoutHabits(Config):
     """Recomputation of models without experts; off: the fastest that fits."""
     expert_recompute: Literal["none", "selective", "full"] | None = None
     """Recomputation of models with experts; off: the fastest that fits."""
+    has_pipelines: bool = True
+    """Whether pipelines go together with ``zero``; if not, plans have one pipeline rank."""
     schedule: ScheduleName | None = None
     """Pipeline schedule; off: interleaved with virtual stages, else 1f1b."""
     couples_1f1b: bool = False

@@ -352,6 +352,16 @@ def test_plan_and_simulate_take_mfu_of_the_same_peak(capsys: pytest.CaptureFixtu
     assert best["mfu"] == pytest.approx(simulated["mfu"], rel=1e-2)
 
 
+def test_a_framework_that_gathers_blocks_gets_no_plan_that_gathers_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = ("llama3-8b", "--cluster", "one-node-8xh100", "--framework", "deepspeed")
+    keys = [plan["keys"] for plan in _told(capsys, *job)["plans"]]
+    assert keys and {(key["pp"], key["virtual_stages"], key["reduce"]) for key in keys} == {(1, 32, "each")}
+    assert _plan(*job, "--layout.pp", "2") == 2
+    assert "deepspeed, which has no pipelines with ZeRO 3" in capsys.readouterr().err
+
+
 def test_a_plan_for_another_framework_has_only_its_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     job = ("llama3-8b", "--cluster", "one-node-8xh100", "--framework", "megatron-core")
     best = _told(capsys, *job)["plans"][0]

@@ -77,6 +77,9 @@ class LayoutProblem:
     """Whether the switches of ``overlap`` are searched; off: they are as in ``overlap``."""
     searches_pairs: bool = False
     """Whether forwards may be paired with backwards (``overlap.pairs``) where ranks share experts."""
+    gathers_blocks: bool = False
+    """Whether ZeRO 3 on one pipeline rank gathers one block after another (FSDP), so that such layouts have a
+    stage for each block."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Pipeline schedules that the search tries."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE

@@ -393,6 +393,8 @@ def _virtual_stages(problem: LayoutProblem, pp: int) -> list[int]:
     most = (layers + 2) // pp
     if "virtual_stages" in problem.fixed:
         return [given for given in (problem.fixed["virtual_stages"],) if given <= most]
+    if problem.gathers_blocks and pp == 1:
+        return [layers]
     every = range(1, min(most, _SEARCHED_STAGES) + 1)
     sizes = range(layers // (pp * _SEARCHED_STAGES), 0, -1)
     fewest = (-(-layers // (pp * size)) for size in sizes)
