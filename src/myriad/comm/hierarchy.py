@@ -197,7 +197,7 @@ def count_levels(comm: CommConfig, size: int, stride: int, node_size: int | None
     ranks = range(0, size * stride, stride)
     if comm.hierarchy == "auto":
         rates = declared_rates(comm, placement)
-        if not {placement.distance(0, rank) for rank in ranks[1:]} <= set(rates):
+        if not rates or not {placement.distance(0, rank) for rank in ranks[1:]} <= set(rates):
             return 0
         hierarchy = choose_hierarchy(placement, ranks, rates)
     else:
