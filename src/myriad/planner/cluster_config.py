@@ -60,6 +60,10 @@ class Accelerator(Config):
     float8_flops_per_second: float | None = Field(None, ge=1, le=1e21)
     """Peak of dense matrix products in float8; off: it has no such instructions, and computes as in
     bfloat16."""
+    unaligned_flops_per_second: float | None = Field(None, ge=1, le=1e21)
+    """Peak of attention's batched products in 16 bits without a flash kernel, where a head's width is no
+    multiple of 16 bytes and the library leaves tensor cores unused: the float32 rate of the other cores
+    (A100: 19.5, V100: 15.7 TFLOP/s); off: as for other widths."""
     achievable_ratio: float = Field(0.85, gt=0, le=1)
     """Share of the peak that large matrix products reach: 0.86 on A100, 0.80 on H100 and H200 (measured by
     others, 268 of 312 and 792 of 989 TFLOP/s)."""

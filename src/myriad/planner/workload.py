@@ -99,6 +99,9 @@ class FrameworkProfile:
     adds_gradients_apart: bool = False
     """Whether each micro-batch writes a weight's gradient in the compute type, and another pass adds it to
     the gradient buffer, instead of the product itself. It describes other systems."""
+    casts_gradients: bool = False
+    """Whether gradients that are added apart are first copied to float32, in a pass of their own, and added
+    to a float32 buffer, whatever type they are reduced in. It describes other systems."""
     recomputed_ratio: float = 1.0
     """Share of a layer's forward that layout.recompute = full repeats: below 1 where some products are kept.
     It describes other systems."""

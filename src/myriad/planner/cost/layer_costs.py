@@ -40,6 +40,7 @@ from myriad.planner.cost.operator_costs import (
     TimeBreakdown,
     flash_seconds,
     peak_flops,
+    plain_flops,
     stream_seconds,
 )
 from myriad.planner.cost.product_costs import (
@@ -219,7 +220,7 @@ def _attention(
         one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
         return TimeBreakdown(attention=one), TimeBreakdown(attention=one * accelerator.flash_backward)
     elements = context.micro_batch * heads * float(model.sequence) ** 2
-    product = 4.0 * elements * width / (peak_flops(accelerator, value) * _PLAIN_RATIO)
+    product = 4.0 * elements * width / (plain_flops(accelerator, value, width) * _PLAIN_RATIO)
     forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)
     backward = 2 * product + stream_seconds(accelerator, _PLAIN_BACKWARD * elements, 6)
     return TimeBreakdown(attention=forward), TimeBreakdown(attention=backward)

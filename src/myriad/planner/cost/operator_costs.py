@@ -41,6 +41,7 @@ __all__ = [
     "matmul_seconds",
     "optimizer_bytes",
     "peak_flops",
+    "plain_flops",
     "stream_seconds",
     "sweep_seconds",
     "weights_seconds",
@@ -60,6 +61,19 @@ def peak_flops(accelerator: Accelerator, value_bytes: int) -> float:
     if value_bytes == 2:
         return accelerator.peak_flops_per_second
     return accelerator.float32_flops_per_second or accelerator.peak_flops_per_second / 2
+
+
+_ALIGNED_BYTES = 16
+"""Bytes of which a head's width is a multiple where tensor cores multiply 16-bit scores (NVIDIA, Matrix
+Multiplication Background, section 2.2; arXiv 2401.14489)."""
+
+
+def plain_flops(accelerator: Accelerator, value_bytes: int, head_width: int) -> float:
+    """Return the peak rate of attention's batched products without a flash kernel."""
+    slow = accelerator.unaligned_flops_per_second
+    if value_bytes != 2 or slow is None or head_width * value_bytes % _ALIGNED_BYTES == 0:
+        return peak_flops(accelerator, value_bytes)
+    return slow
 
 
 def matmul_seconds(

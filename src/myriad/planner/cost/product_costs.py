@@ -268,5 +268,6 @@ def three_passes(
     matrices = sum(n * k for n, k in shapes)
     fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
     if context.profile.adds_gradients_apart:
-        add = add + stream_seconds(accelerator, (value + buffered) * matrices, float(len(shapes)))
+        moved = value + 4.0 + 12.0 if context.profile.casts_gradients else value + buffered
+        add = add + stream_seconds(accelerator, moved * matrices, float(len(shapes)))
     return forward + fetch, inputs + fetch, weights + add
