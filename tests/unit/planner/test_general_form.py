@@ -168,6 +168,38 @@ def test_attention_is_that_of_a_release(
 
 
 @pytest.mark.parametrize(
+    ("folder", "dtype", "framework"),
+    [
+        ("tr11-176B-ml/chronicles-prequel.md", "bf16", "megatron-deepspeed-bf16"),
+        ("tr11-176B-ml/chronicles-prequel.md", "bf16/fp16", "megatron-deepspeed"),
+        ("tr8b-104B/chronicles.md", "fp16", "megatron-deepspeed-2021"),
+    ],
+)
+def test_bigscience_s_runs_differ_by_year_and_type(
+    tmp_path: Path, folder: str, dtype: str, framework: str
+) -> None:
+    line = f"{GOOD},bigscience-workshop/bigscience@1:train/{folder},{dtype}"
+    (row,) = rows(tmp_path, line, header=f"{HEADER},source,dtype")
+    assert row.framework == framework
+    profile = row.works[0].profile
+    assert profile.blocks_launches == ("2021" not in framework)
+    assert profile.casts_gradients == ("bf16" in framework)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpu_type", "ratio"),
+    [(8, "V100", 0.34), (16, "V100", 0.21), (256, "V100", 0.135), (512, "A100", 0.34)],
+)
+def test_omni_path_reaches_what_was_measured_among_so_many_nodes(
+    tmp_path: Path, gpus: int, gpu_type: str, ratio: float
+) -> None:
+    line = GOOD.replace("16,H100-SXM-80GB", f"{gpus},{gpu_type}").replace(",128,", f",{gpus},")
+    said = "4 GPUs a node; 4x OmniPath 100G"
+    (row,) = rows(tmp_path, f"{line},{said}", header=f"{HEADER},interconnect")
+    assert row.cluster.ratio("network") == ratio
+
+
+@pytest.mark.parametrize(
     ("framework", "layers", "pp", "stages"),
     [
         # nanotron's sweep has the parameters of rank 0: the embedding and so many blocks.

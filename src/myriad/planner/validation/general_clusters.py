@@ -73,7 +73,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
             network=Link(
                 bytes_per_second=network,
                 latency_seconds=_SWEEP_LATENCY if _BUS_BANDWIDTH.search(said) else _NETWORK_LATENCY,
-                achievable_ratio=next((ratio for word, ratio in _RATIOS.items() if word in said), None),
+                achievable_ratio=_reached(said, recipe, nodes),
                 check_seconds=network_check,
             ),
         ),
@@ -81,9 +81,21 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
     )
 
 
-_RATIOS = {"OmniPath": 0.34}
-"""Share of the NICs' rate that is reached, where its users measured it: 135 of 400 Gbit/s on Jean Zay
-(bigscience-workshop/bigscience, experiments/README.md)."""
+_OMNI_PATH = {1: 0.34, 4: 0.21, 16: 0.135}
+"""Share of the NICs' rate that is reached, by the number of nodes from which on it is, where its users
+measured it: 135 of 400 Gbit/s between two nodes of Jean Zay, 84.7 among four and 54 among sixteen, with V100
+(bigscience-workshop/bigscience, experiments/README.md and experiments/bandwidth). Its nodes with A100 reached
+40 among four before their PCI-Express was set up anew on 25 February 2022
+(train/tr11-176B-ml/chronicles-prequel.md); what they reach since is not stated, so 135 is assumed."""
+
+
+def _reached(said: str, recipe: str, nodes: int) -> float | None:
+    """Return the share of the NICs' rate that is reached; ``None``: nothing is known about it."""
+    if "OmniPath" not in said:
+        return None
+    return _OMNI_PATH[max(count for count in _OMNI_PATH if count <= (nodes if "v100" in recipe else 1))]
+
+
 _CHECKS = 0.21e-3, 0.31e-3
 """Seconds by which each rank of a group on the same node, and on others, delays a collective that PyTorch
 checks (`Link.check_seconds`). Fitted: blocks of nanotron's 1.34G with tp 2 to 8 and micro-batch 1; the

@@ -180,7 +180,7 @@ def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
     """Return the framework that a row names, or whose pattern these columns of it have."""
     if named := read.word("framework"):
         return recipes.framework(named)
-    said = " | ".join(map(read.word, ("source", "table", "model", "gpu_type", "gpus", "notes")))
+    said = " | ".join(map(read.word, ("source", "table", "model", "gpu_type", "gpus", "notes", "dtype")))
     best: tuple[int, Framework] | None = None
     for one in recipes.frameworks():
         for pattern in one.matches:
