@@ -102,9 +102,26 @@ class FrameworkProfile:
     casts_gradients: bool = False
     """Whether gradients that are added apart are first copied to float32, in a pass of their own, and added
     to a float32 buffer, whatever type they are reduced in. It describes other systems."""
+    parameter_copy_bytes: float = 0.0
+    """Bytes that each micro-batch moves for each element of a matrix to copy it out of the buffer that was
+    gathered, and to copy, convert and divide its gradient for the reduction (FSDP); 0: products read the
+    gathered matrix and add to the gradient buffer themselves. It describes other systems."""
+    sums_gradients_apart: bool = False
+    """Whether passes of their own over activations sum the gradients of biases, those of norms' factors, and
+    the two of a residual stream, and join those of queries, keys and values, as PyTorch's operators do
+    outside torch.compile. It describes other systems."""
+    unpads_attention: bool = False
+    """Whether attention copies queries, keys and values without the padding, and its result back. It
+    describes other systems."""
     recomputed_ratio: float = 1.0
     """Share of a layer's forward that layout.recompute = full repeats: below 1 where some products are kept.
     It describes other systems."""
+    selective_products: bool = False
+    """Whether layout.recompute = selective also repeats products: every second one of a block, and in float8
+    all that the backward needs (torchtitan's option op). It describes other systems."""
+    selective_blocks: float | None = None
+    """Share of blocks whose forward layout.recompute = selective repeats, in place of parts of each block;
+    off: parts of each. It describes other systems."""
     broadcast_seconds: float = 0.0
     """Seconds in addition to its bytes of each broadcast, where ZeRO 1 and 2 return updated parameters by a
     broadcast from each rank in turn instead of by an all-gather. It describes other systems; the search's

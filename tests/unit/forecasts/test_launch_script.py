@@ -123,7 +123,7 @@ def test_torchtitans_degrees_are_the_layouts(
     layout: tuple[str, ...], wanted: dict[str, Any], tmp_path: Path
 ) -> None:
     job = load_job("llama3-8b", [f"layout.{one}" for one in layout])
-    words = started(script(job, "torch-fsdp"), tmp_path, MODULE="llama3", CONFIG="llama3_8b")
+    words = started(script(job, "torchtitan"), tmp_path, MODULE="llama3", CONFIG="llama3_8b")
     given = {words[i][2:].rpartition(".")[2]: words[i + 1] for i in range(len(words) - 1) if "." in words[i]}
     ranks = 1
     for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel"):
@@ -152,7 +152,7 @@ def test_megatron_bridges_overrides_name_the_layout() -> None:
         ("nanotron", (), "names a launcher"),
         ("megatron-core", ("optimizer.name=lamb",), "optimizer.name = lamb"),
         ("megatron-bridge", ("train.precision=float32",), "train.precision = float32"),
-        ("torch-fsdp", ("train.precision=float8",), "train.precision = float8"),
+        ("torchtitan", ("train.precision=float8",), "train.precision = float8"),
     ],
 )
 def test_what_cannot_be_started_is_refused(framework: str, keys: tuple[str, ...], says: str) -> None:
@@ -166,9 +166,9 @@ def test_what_cannot_be_started_is_refused(framework: str, keys: tuple[str, ...]
         ("megatron-core", ("offload_activations=0.5",), "offload_activations"),
         ("megatron-core", ("offload_optimizer=true",), "offload_optimizer"),
         ("megatron-core", ("pp=2", "schedule=gpipe"), "schedule = gpipe"),
-        ("torch-fsdp", ("pp=2", "schedule=zero-bubble"), "schedule = zero-bubble"),
+        ("torchtitan", ("pp=2", "schedule=zero-bubble"), "schedule = zero-bubble"),
         ("megatron-core", ("pp=5",), "a divisor of the 32 layers, or of 34"),
-        ("torch-fsdp", ("pp=12",), "a number that 32 layers fill"),
+        ("torchtitan", ("pp=12",), "a number that 32 layers fill"),
     ],
 )
 def test_layouts_that_the_framework_does_not_have_are_refused(
@@ -183,7 +183,7 @@ def test_the_width_of_experts_is_written_where_the_framework_has_it() -> None:
     given = read_command_line(script(job, "megatron-core"))
     assert (given["expert_tensor_parallel_size"], given["expert_model_parallel_size"]) == (2, 8)
     with pytest.raises(BadInputError, match=r"layout.etp = 2.*1 or layout.tp = 4"):
-        script(job, "torch-fsdp")
+        script(job, "torchtitan")
 
 
 def test_groups_that_share_state_and_stages_with_embedding_and_head_are_written() -> None:

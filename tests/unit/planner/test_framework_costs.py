@@ -75,6 +75,36 @@ def test_the_first_flash_attention_is_slow_with_few_heads_unless_it_is_triton_s(
     assert few > 1.5 * cut > 1.5 * second
 
 
+def test_selective_recomputation_may_repeat_products_or_blocks() -> None:
+    on, none, full = cluster(8), Layout(dp=8), Layout(dp=8, recompute="full")
+    selective = Layout(dp=8, recompute="selective")
+    most = seconds(full, on) - seconds(none, on)
+    norms = seconds(selective, on) - seconds(none, on)
+    second = seconds(selective, on, selective_products=True) - seconds(none, on)
+    assert norms + 0.2 * most < second < 0.7 * most
+    float8 = {"float8": "tensor", "selective_products": True}
+    in_float8 = seconds(selective, on, **float8) - seconds(none, on, float8="tensor")
+    assert in_float8 > 0.5 * (seconds(full, on, float8="tensor") - seconds(none, on, float8="tensor"))
+    half = seconds(selective, on, selective_blocks=0.5) - seconds(none, on)
+    assert half == pytest.approx(most / 2, rel=0.1)
+
+
+def test_copies_of_flat_parameters_cost_their_bytes_in_each_micro_batch() -> None:
+    layout, on = Layout(dp=8), cluster(8)
+    longer, once = (seconds(layout, on, parameter_copy_bytes=one) for one in (1014.0, 14.0))
+    rate = on.accelerator.memory_bytes_per_second * on.accelerator.memory_ratio
+    matrices = 4 * (4 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_width) + MODEL.hidden * 32000
+    assert longer - once == pytest.approx(8 * 1000 * matrices / rate, rel=0.05)
+
+
+def test_gradients_that_are_summed_apart_and_copies_of_attention_take_longer() -> None:
+    layout, on = Layout(dp=8), cluster(8)
+    biased = MODEL.model_copy(update={"bias": True, "norm": "layer"})
+    apart = {model: seconds(layout, on, model, sums_gradients_apart=True) for model in (MODEL, biased)}
+    assert apart[biased] > apart[MODEL] > seconds(layout, on)
+    assert seconds(layout, on, unpads_attention=True) > seconds(layout, on)
+
+
 def test_broadcasts_cost_each_rank_of_the_group() -> None:
     layout, on = Layout(dp=64, zero=1), cluster(64)
     added = seconds(layout, on, broadcast_seconds=1e-3) - seconds(layout, on)

@@ -114,12 +114,12 @@ OLD_MESH = TORCHTITAN.replace(
         ),
         (
             TORCHTITAN,
-            "framework=torch-fsdp model=llama3-8b seq=8192 gpus=16 gpu_type=H100 micro_batch=1 "
+            "framework=torchtitan model=llama3-8b seq=8192 gpus=16 gpu_type=H100 micro_batch=1 "
             "global_batch=16 zero=3 shard_group=8 recompute=selective tokens_per_s_per_gpu=6543",
         ),
         (
             OLD_MESH,
-            "framework=torch-fsdp model=llama3-8b seq=8192 gpus=16 gpu_type=H100 tp=2 micro_batch=1 "
+            "framework=torchtitan model=llama3-8b seq=8192 gpus=16 gpu_type=H100 tp=2 micro_batch=1 "
             "global_batch=16 zero=3 recompute=selective tokens_per_s_per_gpu=6543",
         ),
     ],

@@ -51,6 +51,7 @@ from myriad.planner.cost.product_costs import (
     entry_rows,
     product_passes,
     qkv_width,
+    recomputed_products,
 )
 
 __all__ = [
@@ -63,7 +64,7 @@ __all__ = [
 _FLASH_SPEED = {"flash": 0.55, "flash-triton": 0.55, "flash2": 1.0, "flash3": 1.4}
 """Speed relative to FlashAttention-2: the first version is 1.7 to 2 times slower (arXiv 2307.08691, figure
 4), the third on H100 1.5 to 1.75 times faster in the backward (arXiv 2407.08608, figure 6). The first version
-in Triton is "slightly slower" than in CUDA (flash_attn/flash_attn_triton.py)."""
+in Triton is 1.3 to 2.5 times slower (arXiv 2307.08691, section 4.1)."""
 _PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 19.0
 """Bytes moved for each score without a flash kernel: written by the product (2), softmax fused with scale and
 mask (4), dropout (5, its mask has one), read by the next product (2); in the backward read again for the
@@ -141,6 +142,12 @@ def block_times(
     streamed = passes * value * (2 * norms + (ups + 1) * inner) + added * value * residuals + turned + normed
     backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + added_back * value * residuals
     backwards = backwards + turned + 2 * normed
+    if context.profile.sums_gradients_apart:
+        biased = (qkv / 2 + value * (ups * inner + 2 * share * model.hidden)) * model.bias
+        backwards = backwards + qkv + biased + value * (2 * norms + residuals)
+    if context.profile.unpads_attention:  # Gathered, and scattered onto zeros.
+        mixed = tokens * model.mixed_width / context.tp * value
+        streamed, backwards = streamed + qkv + 3 * mixed, backwards + 1.5 * qkv + 2 * mixed
     ordered, ordered_back, ordering = expert_streams(model, context, tokens)
     streamed, backwards = streamed + ordered, backwards + ordered_back
     operators = (3 if joined else model.num_branch_norms + 3) * (3 if not context.profile.fused else 1)
@@ -155,7 +162,10 @@ def block_times(
     if context.profile.attention != "plain":  # Myriad's repeats norm and activation outputs.
         again_bytes = value * (2 * norms + (ups + 1) * inner)
         remade = stream_seconds(context.accelerator, again_bytes, model.num_branch_norms + 1)
-        again = TimeBreakdown(memory=remade, tensor=gathers)
+        multiplied = (
+            recomputed_products(model, context, tokens) if context.profile.selective_products else 0.0
+        )
+        again = TimeBreakdown(multiplied, memory=remade, tensor=gathers)
     in_turns = (
         _exposed(model, context, comm, products[0] + attend.attention),
         _exposed(model, context, comm, products[1] + attend_back.attention),
@@ -192,6 +202,8 @@ def block_times(
         context=shared_back,
     )
     weights = TimeBreakdown(products[2])
+    if context.profile.selective_blocks:
+        again = forward.times(context.profile.selective_blocks)
     wait, wait_back = host_waits(context, "block", forward.total, backward.total + weights.total)
     return LayerTimes(
         forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again

@@ -35,6 +35,7 @@ __all__ = [
     "expert_products",
     "product_passes",
     "qkv_width",
+    "recomputed_products",
     "shared_products",
     "three_passes",
 ]
@@ -152,6 +153,22 @@ def attention_products(
     return product_passes(context, tokens, shapes)
 
 
+def recomputed_products(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
+    """Return the seconds of the products that selective recomputation repeats, if any. With
+    `FrameworkProfile.selective_products` it keeps every second one of queries, keys, values, output, the
+    MLP's two up and down, but none in float8. The last one is needed by no backward."""
+    if not context.profile.selective_products:
+        return 0.0
+    entry, leaving, *mlp = block_shapes(model, context)
+    own = [entry, leaving, *mlp[:1]]
+    if not context.profile.float8:
+        width = max(1, model.up_matrices)
+        own = [(entry[0] * model.num_kv_heads / (model.heads + 2 * model.num_kv_heads), entry[1]), leaving]
+        own += [(rows / width, columns) for rows, columns in mlp[:1] if width > 1]
+    seconds = product_passes(context, tokens, own)[0]
+    return seconds if model.experts is None else seconds + expert_products(model, context, tokens)[0]
+
+
 def product_passes(
     context: LayerContext,
     tokens: Number,
@@ -233,7 +250,7 @@ def _in_float8(
     assert scaling is not None
     quick = {"peak_flops_per_second": accelerator.float8_flops_per_second}
     changed = context.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
-    sum_bytes = context.profile.gradient_bytes
+    sum_bytes = 0 if context.profile.parameter_copy_bytes else context.profile.gradient_bytes
     written = None if scaling == "blocks" else float(value)
     products = three_passes(replace(context, cluster=changed), tokens, shapes, written, num_in_kernel)
 
@@ -260,14 +277,17 @@ def three_passes(
     accelerator, value = context.accelerator, context.value_bytes
     buffered = 2.0 * context.profile.gradient_bytes
     summed = buffered if written is None else written
-    if context.profile.adds_gradients_apart:
+    profile = context.profile
+    if profile.adds_gradients_apart or profile.parameter_copy_bytes:
         summed = float(value)
     one = partial(matmul_seconds, accelerator, value_bytes=value, num_in_kernel=num_in_kernel)
     forward, inputs = sum(one(tokens, n, k) for n, k in shapes), sum(one(tokens, k, n) for n, k in shapes)
     weights = sum(one(n, k, tokens, out_bytes=summed) for n, k in shapes)
     matrices = sum(n * k for n, k in shapes)
     fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
-    if context.profile.adds_gradients_apart:
-        moved = value + 4.0 + 12.0 if context.profile.casts_gradients else value + buffered
+    if profile.parameter_copy_bytes:
+        add = add + stream_seconds(accelerator, profile.parameter_copy_bytes * matrices, float(len(shapes)))
+    elif profile.adds_gradients_apart:
+        moved = value + 4.0 + 12.0 if profile.casts_gradients else value + buffered
         add = add + stream_seconds(accelerator, moved * matrices, float(len(shapes)))
     return forward + fetch, inputs + fetch, weights + add

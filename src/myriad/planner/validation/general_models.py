@@ -52,7 +52,7 @@ _KEYS = {
 _PLAIN = re.compile(r"gpt|mpt|bloom|opt\b|nemotron|falcon|pythia|megatron", re.IGNORECASE)
 """Names of models whose MLP has no gate. Models with other names have Llama's blocks."""
 _GPT: Mapping[str, Any] = {"position": "learned", "norm": "layer", "bias": True, "activation": "gelu"}
-_MPT: dict[str, Any] = {"position": "none", "norm": "layer", "activation": "gelu"}
+_MPT: dict[str, Any] = {"position": "none", "norm": "layer", "bias": True, "activation": "gelu"}
 _LLAMA: Mapping[str, Any] = {"position": "rotary", "norm": "rms", "activation": "swiglu", "tied": False}
 
 
@@ -109,7 +109,7 @@ def _shared(model: ModelConfig) -> int:
 def _family(name: str) -> Mapping[str, Any]:
     """Return the keys that models of a name have in common."""
     if re.search(r"mpt|bloom", name):
-        return _MPT | {"bias": "bloom" in name}
+        return _MPT
     return _GPT if _PLAIN.search(name) else _LLAMA
 
 

@@ -300,7 +300,7 @@ _KINDS = (
         {"reserved_bytes": _MemoryLine(re.compile(rf"Peak reserved: {_SIZE}MiB"), "MiB")},
     ),
     _Kind(
-        "torch-fsdp",
+        "torchtitan",
         re.compile(r"\bstep: +\d+ .*?\btps: (\d[\d,]*)"),
         "tokens_per_s_per_gpu",
         1.0,
