@@ -1,6 +1,6 @@
 """The input of a prediction: a model, its layout, and the profile of the framework that runs it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -104,12 +104,16 @@ class FrameworkProfile:
     to a float32 buffer, whatever type they are reduced in. It describes other systems."""
     parameter_copy_bytes: float = 0.0
     """Bytes that each micro-batch moves for each element of a matrix to copy it out of the buffer that was
-    gathered, and to copy, convert and divide its gradient for the reduction (FSDP); 0: products read the
-    gathered matrix and add to the gradient buffer themselves. It describes other systems."""
+    gathered, and to copy, convert and divide its gradient for the reduction, where state is sharded (FSDP);
+    0: products read the gathered matrix and add to the gradient buffer themselves. It describes other
+    systems; the search's closed form counts it for one rank too."""
     sums_gradients_apart: bool = False
     """Whether passes of their own over activations sum the gradients of biases, those of norms' factors, and
     the two of a residual stream, and join those of queries, keys and values, as PyTorch's operators do
     outside torch.compile. It describes other systems."""
+    eager_operators: bool = False
+    """Whether RMSNorm, rotary positions and gates are operators of PyTorch one by one, in float32 (Llama's
+    modules without torch.compile). It describes other systems."""
     unpads_attention: bool = False
     """Whether attention copies queries, keys and values without the padding, and its result back. It
     describes other systems."""
@@ -205,6 +209,12 @@ class Workload:
     def rank_model(self) -> ModelConfig:
         """The model with the positions of a sequence that one rank has (`rank_model`)."""
         return rank_model(self.model, self.layout.cp)
+
+    @property
+    def layer_profile(self) -> FrameworkProfile:
+        """The profile for the times of layers: one rank alone copies no gathered parameters."""
+        copies = self.profile.parameter_copy_bytes and self.layout.num_shards == 1
+        return replace(self.profile, parameter_copy_bytes=0.0) if copies else self.profile
 
     @property
     def validates_later(self) -> bool:

@@ -90,11 +90,13 @@ def test_selective_recomputation_may_repeat_products_or_blocks() -> None:
 
 
 def test_copies_of_flat_parameters_cost_their_bytes_in_each_micro_batch() -> None:
-    layout, on = Layout(dp=8), cluster(8)
+    layout, on = Layout(dp=8, zero=3), cluster(8)
     longer, once = (seconds(layout, on, parameter_copy_bytes=one) for one in (1014.0, 14.0))
     rate = on.accelerator.memory_bytes_per_second * on.accelerator.memory_ratio
     matrices = 4 * (4 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_width) + MODEL.hidden * 32000
     assert longer - once == pytest.approx(8 * 1000 * matrices / rate, rel=0.05)
+    alone = Layout(zero=3)
+    assert seconds(alone, cluster(1), parameter_copy_bytes=14.0) == seconds(alone, cluster(1))
 
 
 def test_gradients_that_are_summed_apart_and_copies_of_attention_take_longer() -> None:
@@ -103,6 +105,14 @@ def test_gradients_that_are_summed_apart_and_copies_of_attention_take_longer() -
     apart = {model: seconds(layout, on, model, sums_gradients_apart=True) for model in (MODEL, biased)}
     assert apart[biased] > apart[MODEL] > seconds(layout, on)
     assert seconds(layout, on, unpads_attention=True) > seconds(layout, on)
+
+
+def test_llama_s_operators_one_by_one_take_longer_and_those_of_gpt_do_not() -> None:
+    layout, on = Layout(dp=8), cluster(8)
+    llama = MODEL.model_copy(update={"norm": "rms", "position": "rotary"})
+    gpt = MODEL.model_copy(update={"norm": "layer", "position": "learned", "activation": "gelu"})
+    assert seconds(layout, on, llama, eager_operators=True) > 1.1 * seconds(layout, on, llama)
+    assert seconds(layout, on, gpt, eager_operators=True) == seconds(layout, on, gpt)
 
 
 def test_broadcasts_cost_each_rank_of_the_group() -> None:

@@ -199,6 +199,19 @@ def test_omni_path_reaches_what_was_measured_among_so_many_nodes(
     assert row.cluster.ratio("network") == ratio
 
 
+def test_the_accelerator_of_torchtitan_s_tables_is_the_one_that_they_describe(tmp_path: Path) -> None:
+    header = f"{HEADER},source"
+    for source, accelerator in (
+        ("pytorch/torchtitan@1:benchmarks/llama3_h100_202412_torchtitan.md", "h100-hbm2e-96gb"),
+        ("pytorch/torchtitan@1:somewhere.md", "h100-sxm-80gb"),
+    ):
+        (row,) = rows(tmp_path, f"{GOOD},{source}", header=header)
+        assert row.cluster.name == accelerator
+    (row,) = rows(tmp_path, f"{GOOD}no torch.compile,torchtitan", header=header)
+    assert row.framework == "torchtitan-eager"
+    assert ReadyRecipes().accelerator("H100")[0] == "h100-sxm-80gb"
+
+
 @pytest.mark.parametrize(
     ("framework", "layers", "pp", "stages"),
     [

@@ -80,6 +80,11 @@ _SCORES_AT_ONCE = 2**23
 _FIRST_FLASH_HALF = 8.0
 """Sequences x heads of a rank at which the first FlashAttention, which gives each pair of them one
 multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
+_EAGER_NORM, _EAGER_TURN, _EAGER_GATE = (32.0, 68.0), 16.0, (4.0, 8.0)
+"""Bytes moved for each value, forward and backward, beyond a fused operator's: RMSNorm converts to float32
+(6 bytes), squares (8), averages (4), scales (8), converts back (6) and multiplies by its factors (4); rotary
+positions convert (6), multiply (8) and convert back (6), either way; a gate writes its activation once more.
+In the backward the norm's operators have two inputs each, and gradients of its two uses are summed."""
 _UNFUSED = 2.2
 """Passes over memory of the unfused norm, activation and dropout for each pass of the fused ones."""
 
@@ -145,6 +150,8 @@ def block_times(
     if context.profile.sums_gradients_apart:
         biased = (qkv / 2 + value * (ups * inner + 2 * share * model.hidden)) * model.bias
         backwards = backwards + qkv + biased + value * (2 * norms + residuals)
+    eager = _eager_bytes(model, context, tokens, norms) if context.profile.eager_operators else (0.0, 0.0)
+    streamed, backwards = streamed + eager[0], backwards + eager[1]
     if context.profile.unpads_attention:  # Gathered, and scattered onto zeros.
         mixed = tokens * model.mixed_width / context.tp * value
         streamed, backwards = streamed + qkv + 3 * mixed, backwards + 1.5 * qkv + 2 * mixed
@@ -160,7 +167,7 @@ def block_times(
         attend = attend + TimeBreakdown(attention=_largest_scores(model, context, pairs))
     comm, rest, gathers = _tensor(model, context, tokens)
     if context.profile.attention != "plain":  # Myriad's repeats norm and activation outputs.
-        again_bytes = value * (2 * norms + (ups + 1) * inner)
+        again_bytes = value * (2 * norms + (ups + 1) * inner) + eager[0]
         remade = stream_seconds(context.accelerator, again_bytes, model.num_branch_norms + 1)
         multiplied = (
             recomputed_products(model, context, tokens) if context.profile.selective_products else 0.0
@@ -208,6 +215,24 @@ def block_times(
     return LayerTimes(
         forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again
     )
+
+
+def _eager_bytes(
+    model: ModelConfig, context: LayerContext, tokens: Number, norms: Number
+) -> tuple[Number, Number]:
+    """Return the bytes that a block's forward and backward move in addition where norms, rotary positions and
+    gates are operators one by one (`FrameworkProfile.eager_operators`). ``norms``: values that are
+    normalized."""
+    forward = backward = 0.0 * norms
+    if model.norm == "rms":
+        forward, backward = forward + _EAGER_NORM[0] * norms, backward + _EAGER_NORM[1] * norms
+    if model.position == "rotary":
+        turned = tokens * (model.heads + model.num_kv_heads) * model.head_width / context.tp
+        forward, backward = forward + _EAGER_TURN * turned, backward + _EAGER_TURN * turned
+    if model.up_matrices > 1:
+        inner = tokens * model.active_width / context.tp
+        forward, backward = forward + _EAGER_GATE[0] * inner, backward + _EAGER_GATE[1] * inner
+    return forward, backward
 
 
 def _norm_sums(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:

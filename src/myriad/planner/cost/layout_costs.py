@@ -73,7 +73,7 @@ class Costs:
         self, workload: Workload, cluster: Cluster, exchange_slowdown: ExchangeSlowdown = AT_PORTS
     ) -> None:
         self.workload, self.cluster, self.exchange_slowdown = workload, cluster, exchange_slowdown
-        layout, overlap, profile = workload.layout, workload.overlap, workload.profile
+        layout, overlap, profile = workload.layout, workload.overlap, workload.layer_profile
         sharers = layout.tp * layout.cp
         replica_stride, stage_stride = sharers * layout.pp, sharers
         if profile.pp_outermost:

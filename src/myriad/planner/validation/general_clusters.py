@@ -51,7 +51,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
     """Return the cluster of a row. Raises `BadInputError`."""
     if not read.has("gpu_type"):
         raise read.refused("gpu_type", "needed: the cell is empty; or --cluster for all rows")
-    recipe, accelerator = accelerators(read.word("gpu_type"))
+    recipe, accelerator = accelerators(_stated_type(read) or read.word("gpu_type"))
     usual = next((node for key, node in _NODES.items() if recipe.startswith(key)), _OTHER)
     said = read.word("interconnect")
     per_node = _per_node(read, said, usual)
@@ -94,6 +94,19 @@ def _reached(said: str, recipe: str, nodes: int) -> float | None:
     if "OmniPath" not in said:
         return None
     return _OMNI_PATH[max(count for count in _OMNI_PATH if count <= (nodes if "v100" in recipe else 1))]
+
+
+_TYPES = (
+    (re.compile(r"(?i)H100.*HBM2e|torchtitan.*(llama3_h100|docs/performance).* H100"), "h100-hbm2e-96gb"),
+)
+"""Accelerators of published rows by what their source or notes say, where "H100" alone is another one: that
+of torchtitan's benchmarks/*llama3_h100*.md and docs/performance.md."""
+
+
+def _stated_type(read: RowCells) -> str | None:
+    """Return the recipe of a row's accelerator where its source or notes name it more closely."""
+    said = " ".join(map(read.word, ("source", "table", "gpu_type", "notes")))
+    return next((recipe for pattern, recipe in _TYPES if pattern.search(said)), None)
 
 
 _CHECKS = 0.21e-3, 0.31e-3
