@@ -29,12 +29,24 @@ from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 
-__all__ = ["Framework", "FrameworkFile", "Launcher", "LayoutHabits", "PartitionHabit", "read_framework"]
+__all__ = [
+    "FlopCount",
+    "Framework",
+    "FrameworkFile",
+    "Launcher",
+    "LayoutHabits",
+    "PartitionHabit",
+    "read_framework",
+]
 
 Launcher = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
 """Whose options a plan for a framework is written in (`myriad.forecasts.launch_script`)."""
 PartitionHabit = Literal["uniform", "with-ends", "balanced", "cumulative", "megatron"]
 """A rule of `LayoutHabits.partition`."""
+FlopCount = Literal["model", "causal", "6n", "hardware"]
+"""What TFLOP/s and MFU count. model: 3 forwards with full attention (PaLM, Megatron-LM until March 2025).
+causal: half of the attention. 6n: 6 FLOPs for each parameter and token. hardware: what is computed,
+recomputation included."""
 _MOST_EXTENDED = 8
 _Section = TypeVar("_Section", bound=Config)
 _Values = TypeVar("_Values", FrameworkProfile, FrameworkMemory)
@@ -87,6 +99,8 @@ class LayoutHabits(Config):
     the head on the last. megatron: uniform where stages divide the blocks, as Megatron-Core requires; else
     with-ends where they divide these layers; else equal numbers of blocks, rounded up, and what is left on
     the last stage."""
+    flops: FlopCount = "model"
+    """What its TFLOP/s and MFU count."""
 
 
 class FrameworkFile(Config):

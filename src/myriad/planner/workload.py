@@ -133,6 +133,15 @@ class FrameworkProfile:
     host_block_seconds: float = 0.0
     """Host seconds to launch the forward and backward of a block for one micro-batch. The device computes
     meanwhile, so that a block takes at least as long. It describes other systems."""
+    host_routed_block_seconds: float = 0.0
+    """The same of a block with experts, apart from its experts; it takes the place of host_block_seconds
+    there. It describes other systems."""
+    captures_attention: bool = False
+    """Whether captured graphs launch what a block with experts has before its tokens travel, so that only
+    host_expert_seconds are left. It describes other systems."""
+    host_expert_seconds: float = 0.0
+    """Host seconds to launch the products of one expert of a rank, forward and backward, with what converts
+    its tokens and gradients, for one micro-batch. It describes other systems."""
     products_ratio: float = 1.0
     """Share that its matrix products reach of the rate that others reach on the same accelerator. It
     describes other systems."""
@@ -142,6 +151,15 @@ class FrameworkProfile:
     hides_expert_comm: bool = False
     """Whether the exchanges of tokens of one micro-batch travel behind the compute of another (1F1B with
     pairs of a forward and a backward, DualPipe). It describes other systems."""
+    hidden_exchange_ratio: float = 1.0
+    """Share of the exchanges of tokens that can travel behind compute, where hides_expert_comm. It describes
+    other systems."""
+    exchange_busy_ratio: float | None = None
+    """Share of these exchanges' time by which the compute beside them slows down; off: that of the link. It
+    describes other systems."""
+    overlaps_hops: bool = False
+    """Whether tokens travel between nodes and inside them at once with layout.expert_dispatch = node, as with
+    DeepEP. It describes other systems."""
     tensor_parts: int | None = None
     """Number of parts into which a micro-batch's products are cut so that tensor-parallel communication
     overlaps with them; off: the number of `myriad.model.overlap_parts`."""

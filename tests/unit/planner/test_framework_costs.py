@@ -130,6 +130,34 @@ def test_a_host_s_seconds_count_only_where_the_device_waits_for_them() -> None:
     assert seconds(layout, on, host_block_seconds=0.05) == pytest.approx(floor, rel=0.1)
 
 
+def test_a_block_with_experts_waits_for_the_launches_of_each_of_them() -> None:
+    layout, on = Layout(dp=8, ep=8), cluster(8)
+    passes = 8 * MOE.layers
+    slow = {"host_routed_block_seconds": 0.05, "host_expert_seconds": 0.01, "host_block_seconds": 1.0}
+    assert seconds(layout, on, MOE, **slow) == pytest.approx(passes * 0.07, rel=0.1)
+    assert seconds(layout, on, MOE, **slow, captures_attention=True) == pytest.approx(passes * 0.02, rel=0.2)
+    assert seconds(layout, on, MOE, **slow, cuda_graphs=True) < passes * 0.01
+
+
+def test_tokens_travel_between_and_inside_nodes_at_once() -> None:
+    layout, on = Layout(dp=32, ep=32, expert_dispatch="node"), cluster(32)
+    one, other = (seconds(layout, on, MOE, overlaps_hops=overlaps) for overlaps in (True, False))
+    assert one < other
+    within = Layout(dp=8, ep=8, expert_dispatch="node")
+    assert seconds(within, cluster(8), MOE, overlaps_hops=True) == seconds(within, cluster(8), MOE)
+
+
+def test_hidden_exchanges_slow_compute_and_some_of_them_stay_exposed() -> None:
+    layout, on = Layout(dp=8, ep=8), cluster(8)
+    hidden, part, busy = (
+        seconds(layout, on, MOE, hides_expert_comm=True, **more)
+        for more in ({}, {"hidden_exchange_ratio": 0.5}, {"exchange_busy_ratio": 0.9})
+    )
+    assert min(part, busy) > hidden
+    waited = seconds(layout, on, MOE)
+    assert seconds(layout, on, MOE, hidden_exchange_ratio=0.5, exchange_busy_ratio=0.9) == waited
+
+
 def checked(gpus: int, seconds: float) -> Cluster:
     """Return a cluster whose hosts check each collective."""
     on = cluster(gpus)

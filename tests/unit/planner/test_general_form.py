@@ -67,6 +67,32 @@ def test_mfu_counts_what_its_source_counts(tmp_path: Path) -> None:
     assert mine.mfu(mine.seconds) == pytest.approx(0.5)
 
 
+def test_a_framework_says_what_its_mfu_counts(tmp_path: Path) -> None:
+    header = HEADER.replace("iteration_s", "mfu") + ",framework,flops"
+    line = GOOD.replace("4.0", "50")
+    own, other, said = (
+        rows(tmp_path, f"{line},{last}", header=header)[0].seconds
+        for last in ("megatron-core-2025,", "megatron-core,", "megatron-core,causal")
+    )
+    assert own == said < other
+
+
+def test_notes_say_what_captured_graphs_launch(tmp_path: Path) -> None:
+    notes = {
+        "CUDA graphs full_iteration": (True, False),
+        "CUDA graphs transformer_engine attn+moe_router": (False, True),
+        "CUDA graphs of attn, moe_router": (False, True),
+        "": (False, False),
+    }
+    for said, expected in notes.items():
+        profile = rows(tmp_path, f'{GOOD}"{said}"')[0].works[0].profile
+        assert (profile.cuda_graphs, profile.captures_attention) == expected
+    (row,) = rows(tmp_path, f"{GOOD}CUDA graphs full,none", header=f"{HEADER},cuda_graphs")
+    assert not row.works[0].profile.cuda_graphs
+    with pytest.raises(BadInputError, match="cuda_graphs"):
+        rows(tmp_path, f"{GOOD},half", header=f"{HEADER},cuda_graphs")
+
+
 def test_notes_fill_cells_and_a_column_wins(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, f"{GOOD}FSDP FULL_SHARD (ZeRO-3)")
     assert row.works[0].layout.zero == 3

@@ -18,7 +18,7 @@ All ranks that share experts wait for the busiest of them, which gets ``layout.e
 the mean one.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -122,8 +122,11 @@ def expert_exchange(
         return np.where(context.overlap_mode, cut - hidden + busy_ratio * hidden, whole)
 
     if context.hides_expert_comm:
-        gathered = _gathered_on_arrival(model, context, tokens)
-        there, back = (exposed(sent + returned, room) for room in rooms)
+        gathered, profile = _gathered_on_arrival(model, context, tokens), context.profile
+        if profile.hides_expert_comm and profile.exchange_busy_ratio is not None:
+            busy_ratio = profile.exchange_busy_ratio
+        apart = (1 - profile.hidden_exchange_ratio) * (sent + returned)
+        there, back = (apart + exposed(sent + returned - apart, room) for room in rooms)
         return begun + there + gathered, back + gathered
     forward = begun + sent + exposed(returned, shared[0])
     backward = exposed(returned, shared[1] + later) + exposed(sent, shared[2] + own[2])
@@ -138,9 +141,7 @@ def _travel(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[
     numbers with it."""
     experts = context.experts
     assert model.experts is not None
-    sent: Number = 0.0
-    returned: Number = 0.0
-    begun: Number = 0.0
+    hops: list[tuple[Number, Number, Number]] = []
     for ranks, sent_bytes, returned_bytes in expert_hops(model, context, tokens):
         to_all = partial(
             all_to_all_seconds,
@@ -150,9 +151,12 @@ def _travel(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[
             run=ranks.run,
             slowdown=experts.slowdown,
         )
-        sent = sent + to_all(num_bytes=experts.load * sent_bytes)
-        returned = returned + to_all(num_bytes=experts.load * returned_bytes)
-        begun = begun + to_all(num_bytes=8.0 * model.experts)
+        sent, returned = (to_all(num_bytes=experts.load * each) for each in (sent_bytes, returned_bytes))
+        hops.append((sent, returned, to_all(num_bytes=8.0 * model.experts)))
+    if context.profile.overlaps_hops:
+        sent, returned, begun = (reduce(np.maximum, each) for each in zip(*hops, strict=True))
+    else:
+        sent, returned, begun = (sum(each) for each in zip(*hops, strict=True))
     return sent, returned, begun
 
 

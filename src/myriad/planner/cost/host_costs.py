@@ -1,8 +1,9 @@
 """Seconds of the host: it launches a layer's operators, and may check what all ranks call.
 
 The device computes meanwhile and waits only for what is longer, unless each operator blocks the host
-(`FrameworkProfile.blocks_launches`). A check of a collective takes seconds for each rank of its group, in
-which the host launches nothing (`Link.check_seconds`).
+(`FrameworkProfile.blocks_launches`). Experts that are multiplied one by one, and what converts their tokens
+to float8, are launched one by one too. Captured graphs are launched at once. A check of a collective takes
+seconds for each rank of its group, in which the host launches nothing (`Link.check_seconds`).
 """
 
 from typing import Literal
@@ -23,9 +24,16 @@ _FORWARD = 0.4
 """Share of a block's launches that its forward has."""
 
 
-def host_seconds(context: LayerContext, role: LayerRole) -> tuple[Number, Number]:
-    """Return the host's seconds to launch a layer's forward and backward."""
-    launches = context.profile.host_block_seconds if role == "block" else 0.0
+def host_seconds(context: LayerContext, role: LayerRole, num_experts: Number = 0.0) -> tuple[Number, Number]:
+    """Return the host's seconds to launch a layer's forward and backward. ``num_experts``: those
+    of a rank."""
+    profile = context.profile
+    launches: Number = profile.host_block_seconds if role == "block" else 0.0
+    if num_experts:
+        others = 0.0 if profile.captures_attention else profile.host_routed_block_seconds
+        launches = others + num_experts * profile.host_expert_seconds
+    if profile.cuda_graphs:
+        launches = 0.0
     checks = group_along(context.cluster, context.tp, 1.0).check_seconds
     check: Number = np.where(np.asarray(context.tp) > 1, checks, 0.0)
     forward, backward = _COLLECTIVES[role]
@@ -33,11 +41,11 @@ def host_seconds(context: LayerContext, role: LayerRole) -> tuple[Number, Number
 
 
 def host_waits(
-    context: LayerContext, role: LayerRole, forward: Number, backward: Number
+    context: LayerContext, role: LayerRole, forward: Number, backward: Number, num_experts: Number = 0.0
 ) -> tuple[Number, Number]:
     """Return the seconds that a device waits in forward and backward for the host to launch a layer.
     ``forward``, ``backward``: seconds of the device."""
-    host, host_back = host_seconds(context, role)
+    host, host_back = host_seconds(context, role, num_experts)
     if context.profile.blocks_launches:
         return host, host_back
     return np.maximum(0.0, host - forward), np.maximum(0.0, host_back - backward)

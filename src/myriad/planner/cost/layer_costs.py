@@ -211,7 +211,8 @@ def block_times(
     weights = TimeBreakdown(products[2])
     if context.profile.selective_blocks:
         again = forward.times(context.profile.selective_blocks)
-    wait, wait_back = host_waits(context, "block", forward.total, backward.total + weights.total)
+    held = (model.experts or 0) / context.experts.ep
+    wait, wait_back = host_waits(context, "block", forward.total, backward.total + weights.total, held)
     return LayerTimes(
         forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again
     )

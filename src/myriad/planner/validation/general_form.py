@@ -30,7 +30,7 @@ from myriad.config import parse_override
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
-from myriad.planner.frameworks import Framework, LayoutHabits
+from myriad.planner.frameworks import FlopCount, Framework, LayoutHabits
 from myriad.planner.validation.general_clusters import cluster_of
 from myriad.planner.validation.general_models import model_of
 from myriad.planner.validation.habitual_partition import habitual_partition
@@ -45,8 +45,9 @@ GENERAL_COLUMNS = [
     "seq", "experts", "experts_per_token", "expert_ffn", "shared_experts", "activation",
     "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp", "ep",
     "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
-    "expert_dispatch", "expert_overlap", "iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu",
-    "flops", "allocated_bytes", "reserved_bytes", "out_of_memory", "framework", "notes",
+    "expert_dispatch", "expert_overlap", "cuda_graphs", "iteration_s", "tokens_per_s_per_gpu",
+    "tflops_per_gpu", "mfu", "flops", "allocated_bytes", "reserved_bytes", "out_of_memory", "framework",
+    "notes",
 ]  # fmt: skip
 """Names of all columns but those of further keys of the model; ``--columns`` maps others to them."""
 MODEL_KEY = "model."
@@ -54,10 +55,8 @@ MODEL_KEY = "model."
 _NEEDED = frozenset({"model", "gpus", "gpu_type"})
 _MEASURED = frozenset({"iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"})
 _MEMORY = frozenset({"allocated_bytes", "reserved_bytes", "out_of_memory"})
-FlopCount = Literal["model", "causal", "6n", "hardware"]
-FLOP_COUNTS: tuple[FlopCount, ...] = ("model", "causal", "6n", "hardware")
-"""What TFLOP/s and MFU count. model: 3 forwards with full attention (Megatron-LM, PaLM). causal: half of the
-attention. 6n: 6 FLOPs for each parameter and token. hardware: what is computed, recomputation included."""
+FLOP_COUNTS: tuple[FlopCount, ...] = get_args(FlopCount)
+"""Values of the column flops."""
 
 
 class Recipes(Protocol):
@@ -96,7 +95,8 @@ def general_row(
     used_cluster = recipes.cluster(cluster, gpus) if cluster else cluster_of(read, gpus, recipes.accelerator)
     works = tuple(_works(read, model, gpus, used))
     memory = _measured_memory(read)
-    seconds = _seconds(read, works[0], used_cluster, needed=memory is None)
+    counted = read.word("flops", used.habits.flops)
+    seconds = _seconds(read, works[0], used_cluster, counted, needed=memory is None)
     return PublishedRow(
         _row_name(read, model),
         f"{read.word('source')} {read.word('model')}",
@@ -121,6 +121,7 @@ _PHRASES: Mapping[str, tuple[str, ...]] = {
     "shared_width": (r"shared (\d+)",),
     "expert_dispatch": (r"(DeepEP|HybridEP)", r"dispatcher (A2A)"),
     "expert_overlap": (r"all-to-all (overlap)",),
+    "cuda_graphs": (r"CUDA graphs (?:of |transformer_engine )?(full|attn)",),
     "etp": (r"ETP (\d+)",),
     "micro_batch": (r"micro-batch (\d+)",),
     "grad_accum": (r"grad accum (\d+)",),
@@ -198,9 +199,9 @@ def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framew
     if float8 := _float8(read):
         profile = replace(profile, float8=float8)
     if read.has("expert_overlap"):
-        profile = replace(
-            profile, hides_expert_comm=read.word("expert_overlap") not in ("no", "off", "false")
-        )
+        profile = replace(profile, hides_expert_comm=read.word("expert_overlap") not in _NO_WORDS)
+    if graphs := _graphs(read):
+        profile = replace(profile, cuda_graphs=graphs == "full", captures_attention=graphs.startswith("att"))
     found = False
     for layout in _layouts(read, model, gpus, framework):
         batch = _batch(read, layout)
@@ -216,6 +217,15 @@ def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framew
 
 
 _FLOAT32 = ("fp32", "float32")
+_NO_WORDS = ("no", "off", "false", "none")
+
+
+def _graphs(read: _GeneralCells) -> str:
+    """Return what captured graphs launch: whole blocks, or what they have before tokens travel to experts."""
+    said = read.word("cuda_graphs").lower()
+    if said and said not in ("full", "attn", "attention", *_NO_WORDS):
+        raise read.refused("cuda_graphs", "full, attention or none")
+    return said
 
 
 def _float8(read: _GeneralCells) -> Literal["tensor", "blocks"] | None:
@@ -379,15 +389,17 @@ def _size(read: _GeneralCells, column: str) -> float | None:
     return float(size)
 
 
-def _seconds(read: _GeneralCells, workload: Workload, cluster: Cluster, *, needed: bool) -> float:
+def _seconds(
+    read: _GeneralCells, workload: Workload, cluster: Cluster, counted: str, *, needed: bool
+) -> float:
     """Return the seconds of an iteration, from the first measure that is given; not a number without one that
-    is not ``needed``."""
+    is not ``needed``. ``counted``: what TFLOP/s and MFU count."""
     if read.has("iteration_s"):
         return read.number("iteration_s")
     if read.has("tokens_per_s_per_gpu"):
         tokens = workload.global_batch * workload.model.sequence
         return tokens / (read.number("tokens_per_s_per_gpu") * cluster.world)
-    flops = _counted_flops(read, workload)
+    flops = _counted_flops(read, workload, counted)
     if read.has("tflops_per_gpu"):
         return flops / (read.number("tflops_per_gpu") * 1e12 * cluster.world)
     if not read.has("mfu") and not needed:
@@ -398,9 +410,9 @@ def _seconds(read: _GeneralCells, workload: Workload, cluster: Cluster, *, neede
     return flops / (cluster.world * cluster.accelerator.peak_flops_per_second * percent / 100)
 
 
-def _counted_flops(read: _GeneralCells, workload: Workload) -> float:
+def _counted_flops(read: _GeneralCells, workload: Workload, said: str) -> float:
     """Return the FLOPs of an iteration as the row's source counts them."""
-    model, said = workload.model, read.word("flops", "model")
+    model = workload.model
     tokens = float(workload.global_batch * model.sequence)
     full = workload.model_flops
     attention = 12.0 * model.layers * model.heads * model.head_width * model.sequence * tokens
