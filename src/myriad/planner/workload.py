@@ -54,6 +54,19 @@ class FrameworkProfile:
     keeps_float8: bool = True
     """Whether a weight is converted to float8 once a step instead of for each micro-batch, where ZeRO 3 does
     not free it."""
+    float8_gathers: bool = False
+    """Whether what tensor-parallel ranks gather for a float8 product is converted before, and travels in
+    float8, as in Transformer Engine. With a scale for each block, gradients travel in both forms. It
+    describes other systems."""
+    keeps_float8_inputs: bool = False
+    """Whether the float8 form of a product's input is kept for the weight's gradient, as in Transformer
+    Engine, instead of being made again from the input. It describes other systems."""
+    knows_float8_scales: bool = False
+    """Whether the scale of a whole matrix follows from earlier steps (delayed scaling), so that no pass
+    searches the largest value before, and a norm writes float8 itself. It describes other systems."""
+    adds_float8_apart: bool = True
+    """Whether with one scale a product writes a weight's gradient in the compute type, and another pass adds
+    it to the gradient buffer, instead of the product itself."""
     cuda_graphs: bool = False
     """Whether a captured graph launches a stage's operators at once."""
     gradient_bytes: int = 4

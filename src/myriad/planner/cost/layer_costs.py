@@ -21,6 +21,7 @@ Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the ML
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -165,7 +166,7 @@ def block_times(
     again = attend  # Megatron-LM's selective recomputation repeats the scores.
     if context.qk_clip:
         attend = attend + TimeBreakdown(attention=_largest_scores(model, context, pairs))
-    comm, rest, gathers = _tensor(model, context, tokens)
+    comm, comm_back, rest, gathers = _tensor(model, context, tokens)
     if context.profile.attention != "plain":  # Myriad's repeats norm and activation outputs.
         again_bytes = value * (2 * norms + (ups + 1) * inner) + eager[0]
         remade = stream_seconds(context.accelerator, again_bytes, model.num_branch_norms + 1)
@@ -175,16 +176,17 @@ def block_times(
         again = TimeBreakdown(multiplied, memory=remade, tensor=gathers)
     in_turns = (
         _exposed(model, context, comm, products[0] + attend.attention),
-        _exposed(model, context, comm, products[1] + attend_back.attention),
+        _exposed(model, context, comm_back, products[1] + attend_back.attention),
     )
-    exposed, exposed_back = _quicker(context, in_turns, _in_slices(model, context, tokens, comm), comm)
+    in_slices = _in_slices(model, context, tokens, comm)
+    exposed, exposed_back = _quicker(context, in_turns, in_slices, (comm, comm_back))
     if context.profile.hides_input_grad_comm:
-        behind = _behind_weights(model, context, comm, products[2])
+        behind = _behind_weights(model, context, comm_back, products[2])
         exposed_back = np.where(context.overlap_mode, exposed_back, behind)
     sums = _norm_sums(model, context, tokens)
     rooms = (
         np.maximum(0.0, products[0] + attend.attention - comm),
-        np.maximum(0.0, products[1] + attend_back.attention - comm),
+        np.maximum(0.0, products[1] + attend_back.attention - comm_back),
     )
     if context.hides_expert_comm:
         half = (
@@ -276,19 +278,37 @@ def _largest_scores(model: ModelConfig, context: LayerContext, pairs: float) -> 
     return product + stream_seconds(accelerator, _SCORE_BYTES * scores, operators)
 
 
-def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
-    """Return three values in seconds. First, the all-gathers and reduce-scatters of one direction. Second,
-    the exposed part of the backward's all-gather of inputs for the weights' gradients, which always overlaps
-    with a product. Third, that all-gather without overlap."""
-    group = tensor_group(context.cluster, context.tp)
+class _TensorComm(NamedTuple):
+    """Seconds of a block's tensor-parallel communication."""
+
+    forward: Number
+    """All-gathers and reduce-scatters of the forward."""
+    backward: Number
+    rest: Number
+    """Exposed part of the backward's all-gather of inputs for the weights' gradients, which always overlaps
+    with a product."""
+    gathers: Number
+    """That all-gather without overlap."""
+
+
+def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> _TensorComm:
+    """Return the seconds of tensor-parallel communication."""
+    group, profile = tensor_group(context.cluster, context.tp), context.profile
     num_bytes = tokens * model.hidden * context.value_bytes
     gathers, scatters = _crossings(model, context)
-    if not context.profile.sequence_parallel:
-        return scatters * all_reduce_seconds(group, num_bytes), 0.0, 0.0
-    one = all_gather_seconds(group, num_bytes)
-    part = _part_gather_seconds(model, context, num_bytes)
-    entering, leaving = gathers * one + part, scatters * one + part
-    return entering + leaving, entering * group.busy_ratio, entering
+    if not profile.sequence_parallel:
+        both = scatters * all_reduce_seconds(group, num_bytes)
+        return _TensorComm(both, both, 0.0, 0.0)
+    one, inputs, grads = all_gather_seconds(group, num_bytes), num_bytes, num_bytes
+    if context.gathers_float8:
+        inputs = num_bytes / context.value_bytes
+        grads = inputs if profile.float8 == "tensor" else 2 * inputs
+    entering, leaving = gathers * all_gather_seconds(group, inputs), scatters * one
+    entering_back, leaving_back = scatters * all_gather_seconds(group, grads), gathers * one
+    part = 2 * _part_gather_seconds(model, context, num_bytes)
+    forward, backward = entering + leaving + part, entering_back + leaving_back + part
+    again = entering + part / 2
+    return _TensorComm(forward, backward, again * group.busy_ratio, again)
 
 
 def _part_gather_seconds(model: ModelConfig, context: LayerContext, num_bytes: Number) -> Number:
@@ -326,7 +346,7 @@ def _quicker(
     context: LayerContext,
     in_turns: tuple[Number, Number],
     in_slices: tuple[Number, Number] | None,
-    off: Number,
+    off: tuple[Number, Number],
 ) -> tuple[Number, Number]:
     """Return the exposed seconds of communication in forward and backward, by `LayerContext.overlap_mode`."""
     if in_slices is None:
@@ -335,8 +355,8 @@ def _quicker(
     auto, slices = overlap_mode == OVERLAP_MODES["auto"], overlap_mode == OVERLAP_MODES["slices"]
     by_slices = np.where(auto, sum(in_slices) < sum(in_turns), slices)
     forward, backward = (np.where(by_slices, cut, turns) for turns, cut in zip(*two, strict=True))
-    waits = auto & (2 * off < forward + backward)
-    return np.where(waits, off, forward), np.where(waits, off, backward)
+    waits = auto & (sum(off) < forward + backward)
+    return np.where(waits, off[0], forward), np.where(waits, off[1], backward)
 
 
 def _in_slices(

@@ -10,23 +10,11 @@ Every function takes numbers or arrays, so that a million layouts cost one call.
     memory-bound     bytes over the bandwidth that streams reach
     attention        with a flash kernel, counted by attended pairs (without one: `layer_costs`)
 
-`float8_traffic` counts the bytes that float8 adds to the products, as in Myriad's kernels
-(`myriad.kernels.triton.scaling`). A matrix is read once for its values in one form or both, a byte each. With
-one scale for the whole matrix, it is read once more before that to find the largest value:
-
-    forward      x and W as they lie              (tensor: searched)
-    inputs       g in both forms, W transposed    (tensor: g searched; of W it is known)
-    weights      x transposed                     (tensor: known too)
-
-Scales have 4 bytes: one for a matrix, for 128 neighbours of a row, or for 128 x 128 values of a weight. In
-blocks, the product itself adds a weight's gradient to the gradient buffer. With one scale, the library's
-product writes it in the precision of training, and a separate pass reads and adds it.
-
 `TimeBreakdown` splits seconds by kind of operator: the parts of a waterfall.
 """
 
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +25,6 @@ __all__ = [
     "Number",
     "TimeBreakdown",
     "flash_seconds",
-    "float8_traffic",
     "matmul_seconds",
     "optimizer_bytes",
     "peak_flops",
@@ -147,60 +134,6 @@ def flash_seconds(
     width = min(1.0, head_width / 128) ** 0.35
     ratio = accelerator.flash_ratio * width * sequence / (sequence + accelerator.flash_half_length)
     return flops / (peak_flops(accelerator, value_bytes) * ratio) + accelerator.launch_seconds
-
-
-Scaling = Literal["tensor", "blocks"]
-_BLOCK = 128
-_SCALE_BYTES = {
-    "tensor": 0.0,
-    "lines": 4 / _BLOCK,
-    "squares": 4 / _BLOCK**2,
-}
-
-
-class Float8Traffic(NamedTuple):
-    """Memory traffic of float8 in one pass of one weight."""
-
-    num_bytes: Number
-    operators: float
-
-
-def operand_bytes(kind: str, value_bytes: int, num_forms: int, *, searched: bool) -> float:
-    """Return the bytes moved for each value of a matrix that is converted to float8 in so many forms."""
-    reads = 2 if searched else 1
-    return reads * value_bytes + num_forms * (1 + _SCALE_BYTES[kind])
-
-
-def float8_traffic(
-    scaling: Scaling,
-    value_bytes: int,
-    x: Number,
-    grad: Number,
-    weight: Number,
-    sum_bytes: int,
-    kept_over: int = 1,
-) -> tuple[Float8Traffic, Float8Traffic, Float8Traffic]:
-    """Return the traffic of forward, input gradient and weight gradient. ``x``, ``grad``, ``weight``: numbers
-    of values. ``kept_over``: micro-batches for which a weight is converted to float8 once; the result is
-    their mean."""
-    whole = scaling == "tensor"
-    lines, squares = ("tensor", "tensor") if whole else ("lines", "squares")
-    new = operand_bytes(lines, value_bytes, 1, searched=whole)
-    both = operand_bytes(lines, value_bytes, 2, searched=whole)
-    known = operand_bytes(lines, value_bytes, 1, searched=False)
-    of_weight = operand_bytes(squares, value_bytes, 1, searched=whole)
-    again = operand_bytes(squares, value_bytes, 1, searched=False)
-    added = weight * (value_bytes + 2 * sum_bytes) if whole else 0.0
-    of_x, casts = (2, 2) if whole else (1, 1)
-    in_forward, in_backward = float(casts), 1.0
-    if kept_over > 1:  # The first micro-batch's forward converts: one search, one read for both forms.
-        of_weight = operand_bytes(squares, value_bytes, 2, searched=whole) / kept_over
-        again, in_forward, in_backward = 0.0, casts / kept_over, 0.0
-    return (
-        Float8Traffic(new * x + of_weight * weight, of_x + in_forward),
-        Float8Traffic(both * grad + again * weight, (2 if whole else 1) + in_backward),
-        Float8Traffic(known * x + added, 2 if whole else 1),
-    )
 
 
 @dataclass(frozen=True)

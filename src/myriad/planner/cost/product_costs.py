@@ -14,9 +14,15 @@ from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
 from myriad.planner.cost.context_costs import ONE_RANK_OF_CONTEXT, ContextGrid
 from myriad.planner.cost.expert_ranks import ONE_RANK, ExpertGrid
+from myriad.planner.cost.float8_costs import (
+    Float8Library,
+    Float8Traffic,
+    Gathered,
+    float8_traffic,
+    library_traffic,
+)
 from myriad.planner.cost.operator_costs import (
     Number,
-    float8_traffic,
     matmul_seconds,
     stream_seconds,
     weights_seconds,
@@ -88,6 +94,14 @@ class LayerContext:
         """Whether tensor-parallel ranks gather the tokens that arrive for the experts that they share."""
         return self.profile.gathers_arrived and self.experts.ep > 1 and self.experts.expert_tp > 1
 
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether tensor-parallel ranks gather in float8. With scales for blocks, only Blackwell's form can
+        be gathered (Transformer Engine v2.4, layernorm_linear.py: force_hp_blockwise_ln_out_gather)."""
+        profile = self.profile
+        whole = profile.float8 == "tensor" or self.accelerator.float8_any_order
+        return profile.float8 is not None and profile.float8_gathers and whole
+
     def routed(self, tokens: Number) -> Number:
         """Return the tokens that this rank routes to experts, of so many in a micro-batch."""
         return tokens / (self.tp if self.gathers_arrived else self.experts.etp_groups)
@@ -108,8 +122,8 @@ def block_products(
     model: ModelConfig, context: LayerContext, tokens: Number
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of the three passes of all matrix products of a block, without attention's own."""
-    shapes = (*block_shapes(model, context), *_up_shapes(model, context))
-    products = product_passes(context, tokens, shapes)
+    cut, ups = block_shapes(model, context), _up_shapes(model, context)
+    products = product_passes(context, tokens, (*cut, *ups), num_cut=len(cut))
     if model.experts is None:
         return products
     own, wide = expert_products(model, context, tokens), replace(context, value_bytes=4)
@@ -142,7 +156,7 @@ def shared_products(
     if not model.shared_experts:
         return 0.0, 0.0, 0.0
     width = model.shared_experts * model.expert_width / context.tp
-    return product_passes(context, tokens, _mlp_shapes(model, width))
+    return product_passes(context, tokens, _mlp_shapes(model, width), num_cut=2)
 
 
 def attention_products(
@@ -150,7 +164,7 @@ def attention_products(
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of the three passes of the matrices before and after attention."""
     shapes = (*block_shapes(model, context)[:2], *_up_shapes(model, context))
-    return product_passes(context, tokens, shapes)
+    return product_passes(context, tokens, shapes, num_cut=2)
 
 
 def recomputed_products(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
@@ -174,11 +188,13 @@ def product_passes(
     tokens: Number,
     shapes: Sequence[tuple[Number, Number]],
     num_in_kernel: Number = 1.0,
+    num_cut: int = 0,
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of the three passes for the matrices ``[out, in]`` given. ``num_in_kernel``: as for
-    `matmul_seconds`."""
+    `matmul_seconds`. ``num_cut``: number of the first of them that tensor-parallel ranks cut, the first along
+    its outputs, the next along its inputs, and so on in turn."""
     if context.profile.float8 and context.accelerator.float8_flops_per_second:
-        return _in_float8(context, tokens, shapes, num_in_kernel)
+        return _in_float8(context, tokens, shapes, num_in_kernel, num_cut)
     return three_passes(context, tokens, shapes, num_in_kernel=num_in_kernel)
 
 
@@ -243,25 +259,52 @@ def _in_float8(
     tokens: Number,
     shapes: Sequence[tuple[Number, Number]],
     num_in_kernel: Number,
+    num_cut: int,
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of the three passes at the float8 rate, including the extra memory traffic of
     float8."""
     scaling, accelerator, value = context.profile.float8, context.accelerator, context.value_bytes
     assert scaling is not None
-    quick = {"peak_flops_per_second": accelerator.float8_flops_per_second}
+    quick = {
+        "peak_flops_per_second": accelerator.float8_flops_per_second,
+        "achievable_ratio": accelerator.float8_achievable_ratio or accelerator.achievable_ratio,
+    }
     changed = context.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
-    sum_bytes = 0 if context.profile.parameter_copy_bytes else context.profile.gradient_bytes
-    written = None if scaling == "blocks" else float(value)
+    apart = scaling == "tensor" and context.profile.adds_float8_apart
+    written = float(value) if apart else None
     products = three_passes(replace(context, cluster=changed), tokens, shapes, written, num_in_kernel)
 
     found = list(products)
-    for n, k in shapes:
-        for turn, moved in enumerate(
-            float8_traffic(scaling, value, tokens * k, tokens * n, n * k, sum_bytes, context.float8_kept_over)
-        ):
+    for number, (n, k) in enumerate(shapes):
+        gathers: Gathered | None = None
+        if number < num_cut:
+            gathers = "grad" if number % 2 else "x"
+        for turn, moved in enumerate(_float8_traffic(context, tokens, n, k, apart, gathers)):
             found[turn] = found[turn] + stream_seconds(accelerator, *moved)
     forward, inputs, weights = found
     return forward, inputs, weights
+
+
+def _float8_traffic(
+    context: LayerContext, tokens: Number, n: Number, k: Number, apart: bool, gathers: Gathered | None
+) -> tuple[Float8Traffic, Float8Traffic, Float8Traffic]:
+    """Return the traffic of float8 of a matrix ``[n, k]``. ``apart``: another pass adds its gradient.
+    ``gathers``: what tensor-parallel ranks gather for it."""
+    profile, value = context.profile, context.value_bytes
+    x, grad, weight, kept_over = tokens * k, tokens * n, n * k, context.float8_kept_over
+    assert profile.float8 is not None
+    sum_bytes = 0 if profile.parameter_copy_bytes else profile.gradient_bytes
+    if not profile.keeps_float8_inputs:
+        return float8_traffic(profile.float8, value, x, grad, weight, sum_bytes, kept_over, apart=apart)
+    library = Float8Library(
+        profile.float8,
+        value,
+        profile.knows_float8_scales,
+        context.accelerator.float8_any_order,
+        context.tp if profile.sequence_parallel and context.gathers_float8 else 1.0,
+    )
+    added = float(value + 2 * sum_bytes) if apart else 0.0
+    return library_traffic(library, x, grad, weight, added, kept_over, gathers)
 
 
 def three_passes(

@@ -1,0 +1,90 @@
+"""If these fail, float8 of other frameworks is predicted as Myriad's: converted and sent more often."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.float8_costs import Float8Library, library_traffic
+from myriad.planner.cost.layer_costs import LayerTimes, block_times
+from myriad.planner.cost.product_costs import LayerContext
+from myriad.planner.workload import FrameworkProfile
+from myriad.program.config import OverlapConfig
+from myriad.recipes.cluster import load_cluster
+from myriad.recipes.framework import load_framework
+
+MODEL = ModelConfig(layers=4, hidden=8192, heads=64, sequence=8192, vocabulary=32000)
+HOPPER, BLACKWELL = load_cluster("one-node-8xh100"), load_cluster("gb200-576xgb200")
+X, GRAD, WEIGHT = 1e6, 2e6, 4e6
+
+
+def times(cluster: Cluster, tp: float = 8.0, **changed: object) -> LayerTimes:
+    profile = replace(load_framework("megatron-core").profile, float8="tensor")
+    profile = replace(profile, **changed)  # type: ignore[arg-type]
+    return block_times(MODEL, LayerContext(cluster, profile, tp, 1.0, 2, OverlapConfig(), 0.0), 1e7)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "known", "any_order", "gathers", "expected"),
+    [
+        # Two bytes are read, twice if the largest value is searched, and one is written for each form.
+        ("tensor", False, False, None, (6 * X + 6 * WEIGHT, 6 * GRAD, 0.0)),
+        ("tensor", True, False, None, (4 * X + 4 * WEIGHT, 4 * GRAD, 0.0)),
+        ("tensor", True, True, None, (3 * X + 3 * WEIGHT, 3 * GRAD, 0.0)),
+        # A norm writes float8; what was gathered is transposed for the weight's gradient.
+        ("tensor", True, False, "x", (4 * WEIGHT, 4 * GRAD, 2 * X)),
+        ("tensor", False, False, "x", (5 * X / 4 + 6 * WEIGHT, 6 * GRAD, 2 * X)),
+        ("tensor", True, False, "grad", (4 * X + 4 * WEIGHT, (3 / 4 + 2) * GRAD, 0.0)),
+        ("tensor", True, True, "grad", (3 * X + 3 * WEIGHT, 3 / 4 * GRAD, 0.0)),
+        # Scales of 32 neighbours take a 32nd of a byte a value, and both forms are written.
+        ("blocks", True, True, "x", (4.0625 * (X / 4 + WEIGHT), 4.0625 * GRAD, 0.0)),
+    ],
+)
+def test_a_library_converts_each_matrix_once(
+    scaling: Literal["tensor", "blocks"],
+    known: bool,
+    any_order: bool,
+    gathers: Literal["x", "grad"] | None,
+    expected: tuple[float, float, float],
+) -> None:
+    library = Float8Library(scaling, 2, known, any_order, 4.0)
+    found = library_traffic(library, X, GRAD, WEIGHT, 0.0, 1, gathers)
+    assert [float(one.num_bytes) for one in found] == pytest.approx(expected)
+    kept = library_traffic(library, X, GRAD, WEIGHT, 10.0, 2, gathers)
+    assert found[0].num_bytes - kept[0].num_bytes == pytest.approx(
+        library.converted(WEIGHT, library.num_forms).num_bytes / 2
+    )
+    assert kept[2].num_bytes - found[2].num_bytes == pytest.approx(10 * WEIGHT)
+
+
+def test_gathers_in_float8_send_half_and_reductions_the_same() -> None:
+    half, whole = times(HOPPER), times(HOPPER, float8_gathers=False)
+    for name in ("forward", "backward_input"):
+        found, before = (getattr(one, name).tensor for one in (half, whole))
+        assert 0.7 * before < found < 0.82 * before
+
+
+def test_blocks_are_gathered_in_float8_on_blackwell_alone() -> None:
+    for cluster, is_less in ((HOPPER, False), (BLACKWELL, True)):
+        half, whole = (times(cluster, float8="blocks", float8_gathers=one) for one in (True, False))
+        assert (half.forward.tensor < 0.9 * whole.forward.tensor) == is_less
+        assert half.backward_input.tensor == pytest.approx(whole.backward_input.tensor, rel=0.1)
+
+
+def test_without_float8_nothing_changes() -> None:
+    sets = {"float8_gathers": False, "keeps_float8_inputs": False, "knows_float8_scales": False}
+    assert times(HOPPER, float8=None) == times(HOPPER, float8=None, **sets, adds_float8_apart=True)
+    assert not FrameworkProfile().float8_gathers, "Myriad gathers in the compute type"
+
+
+@pytest.mark.parametrize("cluster", [HOPPER, BLACKWELL], ids=["H100", "GB200"])
+def test_products_in_float8_reach_the_share_that_was_measured(cluster: Cluster) -> None:
+    measured = cluster.accelerator.float8_achievable_ratio
+    assert measured is not None and measured < cluster.accelerator.achievable_ratio
+    quick = cluster.model_copy(
+        update={"accelerator": cluster.accelerator.model_copy(update={"float8_achievable_ratio": None})}
+    )
+    assert times(cluster).forward.matmul > times(quick).forward.matmul
+    assert times(cluster, float8=None) == times(quick, float8=None)
