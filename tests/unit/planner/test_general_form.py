@@ -149,8 +149,14 @@ def test_ranks_that_share_sequences_are_counted(tmp_path: Path) -> None:
 
 def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
     header = f"{HEADER},source"
-    (row,) = rows(tmp_path, f"{GOOD},NVIDIA/NeMo@1:docs", header=header)
-    assert row.framework == "megatron-core"
+    for source, framework in (
+        ("NVIDIA/NeMo@1:docs", "megatron-core"),
+        ("NVIDIA/dgxc-benchmarking@v25.05.04:deepseek_v3/pretraining/README.md", "megatron-core"),
+        ("NVIDIA/dgxc-benchmarking@v25.12:qwen3/pretrain/README.md", "megatron-bridge"),
+        ("AMD-AGI/Primus@1:examples/moe_package/README.md", "primus"),
+    ):
+        (row,) = rows(tmp_path, f"{GOOD},{source}", header=header)
+        assert row.framework == framework
     (row,) = rows(tmp_path, f"{GOOD},NVIDIA/NeMo@1:docs", header=header, framework="nanotron")
     assert row.framework == "nanotron" and row.works[0].profile == load_framework("nanotron").profile
 
