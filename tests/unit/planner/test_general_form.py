@@ -241,6 +241,10 @@ def test_the_accelerator_of_torchtitan_s_tables_is_the_one_that_they_describe(tm
         assert row.cluster.name == accelerator
     (row,) = rows(tmp_path, f"{GOOD}no torch.compile,torchtitan", header=header)
     assert row.framework == "torchtitan-eager"
+    (row,) = rows(tmp_path, f"{GOOD}float8 rowwise,torchtitan", header=header)
+    assert row.framework == "torchtitan-rowwise"
+    (row,) = rows(tmp_path, f"{GOOD}HSDP,fms-fsdp".replace(",16,", ",32,"), header=header)
+    assert (row.works[0].layout.zero, row.works[0].layout.shard_group) == (3, 8)
     assert ReadyRecipes().accelerator("H100")[0] == "h100-sxm-80gb"
 
 

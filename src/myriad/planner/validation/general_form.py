@@ -112,8 +112,8 @@ def general_row(
 
 
 _PHRASES: Mapping[str, tuple[str, ...]] = {
-    "zero": (r"ZeRO[- ]?([0-3])\b", r"(FULL_SHARD|HSDP)", r"(FSDP)(?! column)"),
-    "shard_group": (r"ZeRO-[123] over (\d+)\b",),
+    "zero": (r"ZeRO[- ]?([0-3])\b", r"(FULL_SHARD|HYBRID_SHARD|HSDP)", r"(FSDP)(?! column)"),
+    "shard_group": (r"ZeRO-[123] over (\d+)\b", r"\b(HSDP|HYBRID_SHARD)\b"),
     "schedule": (r"schedule ([\w-]+)",),
     "experts": (r"(\d+) experts",),
     "experts_per_token": (r"top-(\d+)",),
@@ -129,7 +129,7 @@ _PHRASES: Mapping[str, tuple[str, ...]] = {
     "allocated_bytes": (r"(?:real|peak) memory ([\d.]+ Gi?B)",),
 }
 """Phrases of the notes that fill a cell that is empty or has no column; the first that is found counts."""
-_ZERO_WORDS = dict.fromkeys(("FULL_SHARD", "HSDP", "FSDP"), 3)
+_ZERO_WORDS = dict.fromkeys(("FULL_SHARD", "HYBRID_SHARD", "HSDP", "FSDP"), 3)
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     by_layer = zero == 3 and habits.by_layer and pp == 1
     if zero == 3 and (habits.reduce_each or by_layer):
         fixed["reduce"] = "each"
-    group = read.whole("shard_group") if read.has("shard_group") else habits.shard_group
+    group = _shard_group(read) or habits.shard_group
     if group and zero and group < dp and dp % group == 0:
         fixed["shard_group"] = group
     stages = [model.layers] if by_layer else _stages(read, model, pp, habits.virtual_stages)
@@ -304,6 +304,16 @@ def _zero(read: _GeneralCells, default: int) -> int:
     if said not in ("0", "1", "2", "3"):
         raise read.refused("zero", "0, 1, 2 or 3")
     return int(said)
+
+
+def _shard_group(read: _GeneralCells) -> int | None:
+    """Return the replicas over which a row shards state; ``None``: it does not say. HSDP shards in a node."""
+    if read.word("shard_group") in ("HSDP", "HYBRID_SHARD"):
+        return read.whole("gpus_per_node", _GPUS_PER_NODE)
+    return read.whole("shard_group") if read.has("shard_group") else None
+
+
+_GPUS_PER_NODE = 8
 
 
 def _micro_batches(read: _GeneralCells) -> Sequence[int]:
