@@ -157,6 +157,8 @@ def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
     ):
         (row,) = rows(tmp_path, f"{GOOD},{source}", header=header)
         assert row.framework == framework
+    (row,) = rows(tmp_path, f"{GOOD}FSDP; GA 4,yanring/Megatron-MoE-ModelZoo@1:qwen3", header=header)
+    assert row.framework == "megatron-fsdp" and row.works[0].layout.zero == 3
     (row,) = rows(tmp_path, f"{GOOD},NVIDIA/NeMo@1:docs", header=header, framework="nanotron")
     assert row.framework == "nanotron" and row.works[0].profile == load_framework("nanotron").profile
 
