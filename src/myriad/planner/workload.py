@@ -130,6 +130,16 @@ class FrameworkProfile:
     unpads_attention: bool = False
     """Whether attention copies queries, keys and values without the padding, and its result back. It
     describes other systems."""
+    all_reduces_gradients: bool = False
+    """Whether ZeRO 1 and 2 reduce gradients by all-reduces, which send twice as much as reduce-scatters. It
+    describes other systems; the search's closed form ignores it."""
+    optimizer_bytes: float | None = None
+    """Bytes that an optimizer of several operators moves for each parameter, with all passes over gradients
+    that follow their reduction; off: those of one fused operator
+    (`myriad.planner.cost.operator_costs.optimizer_bytes`)."""
+    norms_in_float32: bool = False
+    """Whether the input of a norm is first converted to float32, in a pass of its own, and its gradient
+    back."""
     recomputed_ratio: float = 1.0
     """Share of a layer's forward that layout.recompute = full repeats: below 1 where some products are kept.
     It describes other systems."""

@@ -60,6 +60,31 @@ def test_a_head_s_width_that_is_no_multiple_of_16_bytes_leaves_tensor_cores(
     )
 
 
+def test_all_reduces_of_gradients_send_twice_as_much() -> None:
+    on = cluster(64).model_copy(update={"accelerators_per_node": 1, "nodes": 64})
+    for zero, longer in ((0, False), (1, True), (3, False)):
+        work = Workload(MODEL, Layout(dp=64, zero=zero), 64)
+        whole = replace(work, profile=FrameworkProfile(all_reduces_gradients=True))
+        one, other = (sum(stage.reduce for stage in Costs(each, on).stages) for each in (work, whole))
+        assert (other > 1.5 * one) if longer else (other == one)
+
+
+def test_an_optimizer_of_several_operators_moves_what_it_says() -> None:
+    work, on = Workload(MODEL, Layout(), 64), cluster(1)
+    several = replace(work, profile=FrameworkProfile(optimizer_bytes=120.0))
+    one, other = (sum(stage.update for stage in Costs(each, on).stages) for each in (work, several))
+    assert other == pytest.approx(4 * one, rel=0.01)
+
+
+def test_norms_in_float32_move_more_bytes() -> None:
+    """8 bytes more in the forward and 10 in the backward, of each value of two norms."""
+    layout, on = Layout(), cluster(1)
+    added = seconds(layout, on, norms_in_float32=True) - seconds(layout, on)
+    values = 64 * MODEL.sequence * MODEL.hidden * 2 * MODEL.layers
+    rate = on.accelerator.memory_bytes_per_second * on.accelerator.memory_ratio
+    assert added == pytest.approx(18 * values / rate, rel=0.02)
+
+
 def test_recomputation_that_keeps_some_products_is_shorter() -> None:
     layout, on = Layout(dp=8, recompute="full"), cluster(8)
     none = seconds(Layout(dp=8), on)

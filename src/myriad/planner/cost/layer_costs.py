@@ -86,6 +86,8 @@ _EAGER_NORM, _EAGER_TURN, _EAGER_GATE = (32.0, 68.0), 16.0, (4.0, 8.0)
 (6 bytes), squares (8), averages (4), scales (8), converts back (6) and multiplies by its factors (4); rotary
 positions convert (6), multiply (8) and convert back (6), either way; a gate writes its activation once more.
 In the backward the norm's operators have two inputs each, and gradients of its two uses are summed."""
+_FLOAT32 = 4.0
+"""Bytes of a value in float32."""
 _UNFUSED = 2.2
 """Passes over memory of the unfused norm, activation and dropout for each pass of the fused ones."""
 
@@ -156,6 +158,8 @@ def block_times(
     if context.profile.unpads_attention:  # Gathered, and scattered onto zeros.
         mixed = tokens * model.mixed_width / context.tp * value
         streamed, backwards = streamed + qkv + 3 * mixed, backwards + 1.5 * qkv + 2 * mixed
+    if context.profile.norms_in_float32:
+        streamed, backwards = streamed + 2 * _FLOAT32 * norms, backwards + (3 * _FLOAT32 - value) * norms
     ordered, ordered_back, ordering = expert_streams(model, context, tokens)
     streamed, backwards = streamed + ordered, backwards + ordered_back
     operators = (3 if joined else model.num_branch_norms + 3) * (3 if not context.profile.fused else 1)

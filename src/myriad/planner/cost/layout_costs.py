@@ -324,7 +324,8 @@ class Costs:
     def optimizer_bytes(self) -> float:
         """Bytes that the optimizer moves for each parameter."""
         workload = self.workload
-        return optimizer_bytes(workload.optimizer, workload.value_bytes, workload.ema_every)
+        fused = optimizer_bytes(workload.optimizer, workload.value_bytes, workload.ema_every)
+        return workload.profile.optimizer_bytes or fused
 
     def _data_parallel(self, others: float, experts: float, kinds: list[str]) -> tuple[float, float, float]:
         """Return the seconds of gather, reduction and update of a stage. Where its experts have a chunk of

@@ -42,7 +42,7 @@ def gather_and_reduce(
     if 0 < zero < 3:
         # Every rank's part is a message of its own, and those of a chunk are its share of them.
         gather = gather + (sums.size - 1) * workload.profile.broadcast_seconds * share
-    by_shards = zero and not at_ends
+    by_shards = zero and not (at_ends or (zero < 3 and workload.profile.all_reduces_gradients))
     reduced = sums.all_gather_seconds(gradients) if by_shards else sums.all_reduce_seconds(gradients)
     begun = (1 - share) * sums.ring.begin_seconds if at_ends and sums.size > 1 else 0.0
     return float(gather - begun), float(reduced - begun)

@@ -126,7 +126,7 @@ class _StepForm:
         problem, grid = self.grid.problem, self.grid
         accelerator = problem.cluster.accelerator
         each = optimizer_bytes(problem.optimizer, problem.value_bytes, problem.ema_every)
-        step = sweep_seconds(accelerator, own * each, 2.0)
+        step = sweep_seconds(accelerator, own * (problem.profile.optimizer_bytes or each), 2.0)
         norm = sweep_seconds(accelerator, 4 * own, 2.0)
         copied = copied_sum_seconds(problem.model, problem.cluster, grid.tp, grid.pp, shards)
         norm = norm + self.norm_sum + copied
