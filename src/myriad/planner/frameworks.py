@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from myriad.comm.layout import ExpertDispatch, Layout, ScheduleName
+from myriad.comm.layout import ExpertDispatch, ScheduleName
 from myriad.config import Config, explain
 from myriad.errors import BadInputError
 from myriad.planner.memory.framework_memory import FrameworkMemory
@@ -81,9 +81,6 @@ class LayoutHabits(Config):
     """Whether pipelines go together with ``zero``; if not, plans have one pipeline rank."""
     schedule: ScheduleName | None = None
     """Pipeline schedule; off: interleaved with virtual stages, else 1f1b."""
-    couples_1f1b: bool = False
-    """Whether messages between stages are waited for with the schedule 1f1b of a table's row, whatever
-    overlap.pipeline says: Megatron-LM sends beside compute only where it interleaves."""
     virtual_stages: int | None = Field(None, ge=1)
     """Virtual stages; off: the fastest number that fits."""
     expert_dispatch: ExpertDispatch = "expert"
@@ -139,12 +136,6 @@ class Framework:
     """Whose options a plan is written in; ``None``: it is not written."""
     sources: Mapping[str, SourcedValue] = field(default_factory=dict)
     """Every value with its source, by its dotted key."""
-
-    def overlap_of(self, layout: Layout) -> OverlapConfig:
-        """Return the overlap of a run with this layout."""
-        if self.habits.couples_1f1b and layout.schedule_name == "1f1b":
-            return self.overlap.model_copy(update={"pipeline": False})
-        return self.overlap
 
 
 _OWN = Framework("myriad", "Myriad", FrameworkProfile(), OverlapConfig())

@@ -43,6 +43,9 @@ class FrameworkProfile:
     exchange_seconds: float = 0.0
     """Seconds of a coupled send and receive in addition to its message. Megatron-LM waits for the device
     after each (torch.cuda.synchronize in p2p_communication.py), and then has nothing launched."""
+    batch_seconds: float | None = None
+    """The same with other schedules than 1f1b, whose batches of sends and receives a framework waits for
+    without waiting for the device; off: as exchange_seconds."""
     sequence_parallel: bool = True
     """Whether the residual stream is sharded along the sequence among tensor-parallel ranks."""
     hides_input_grad_comm: bool = False
@@ -261,6 +264,16 @@ class Workload:
     def validates_later(self) -> bool:
         """Whether iterations end without waiting for all ranks (`FrameworkProfile.validates_later`)."""
         return self.profile.validates_later and "zero-bubble" in self.layout.schedule_name
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds of a coupled send and receive in addition to its message."""
+        profile, batched = self.profile, self.layout.schedule_name != "1f1b"
+        return (
+            profile.batch_seconds
+            if batched and profile.batch_seconds is not None
+            else profile.exchange_seconds
+        )
 
     @property
     def sharded_at_ends(self) -> bool:

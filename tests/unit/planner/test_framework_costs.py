@@ -11,6 +11,7 @@ from myriad.planner import Cluster, Costs, FrameworkProfile, SimulationCache, Wo
 from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.replica_messages import count_buckets
 from myriad.planner.frameworks import read_framework
+from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster, scale_cluster
 from myriad.recipes.framework import ReadyRecipes
 
@@ -236,12 +237,21 @@ def test_a_norm_in_each_replica_takes_fewer_ranks() -> None:
     assert saved == pytest.approx((16 - 8 - 2) * 1e-3, rel=0.1)
 
 
-def test_a_framework_may_wait_for_messages_of_1f1b_alone() -> None:
-    zero_bubble, megatron = (ReadyRecipes().framework(name) for name in ("zero-bubble", "megatron-core"))
-    plain, interleaved = Layout(pp=4), Layout(pp=4, virtual_stages=2)
-    assert not zero_bubble.overlap_of(plain).pipeline and zero_bubble.overlap_of(interleaved).pipeline
-    assert zero_bubble.overlap_of(Layout(pp=4, schedule="zero-bubble")).pipeline
-    assert megatron.overlap_of(plain) == megatron.overlap
+def test_a_batch_of_messages_may_be_waited_for_more_cheaply_than_1f1b_s() -> None:
+    on = cluster(4)
+    waits = replace(
+        ReadyRecipes().framework("zero-bubble").profile, exchange_seconds=2e-3, batch_seconds=1e-3
+    )
+
+    def added(schedule: str) -> float:
+        work = Workload(MODEL, Layout(pp=4, schedule=schedule), 64, OverlapConfig(pipeline=False), waits)
+        quick = replace(work, profile=replace(waits, exchange_seconds=0.0, batch_seconds=None))
+        one, other = (SimulationCache().seconds(Costs(each, on)) for each in (work, quick))
+        assert work.exchange_seconds == (2e-3 if schedule == "1f1b" else 1e-3)
+        return one - other
+
+    assert added("1f1b") > 64 * 2e-3
+    assert added("zero-bubble") > 64 * 1e-3
 
 
 def test_a_norm_that_is_checked_later_shortens_zero_bubble_schedules_alone() -> None:

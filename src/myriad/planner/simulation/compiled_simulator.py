@@ -131,7 +131,7 @@ class CompiledProgram:
             *(stage.scatter_update for stage in stages),
             *(stage.copy_seconds(copy) * slower for copy in copies for stage in stages),
             costs.load,
-            costs.workload.profile.exchange_seconds,
+            costs.workload.exchange_seconds,
             *(sum(stage.whole_update for stage in own) for own in held),
         )
         clip = max(costs.clip(sum(stage.own_parameters for stage in own)) for own in held)

@@ -247,7 +247,7 @@ class CostModelRun(RankClocks):
             slowdown = costs.cluster.expected_slowdown * self.slower[lane]
             return costs.stages[action.stage].copy_seconds(copy) * slowdown
         if kind is Kind.EXCHANGE:
-            return costs.workload.profile.exchange_seconds
+            return costs.workload.exchange_seconds
         return 0.0
 
 

@@ -209,8 +209,7 @@ def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framew
             continue
         found = True
         value_bytes = 4 if read.word("dtype").lower() in _FLOAT32 else 2
-        overlap = framework.overlap_of(layout)
-        yield Workload(model, layout, batch, overlap, profile, value_bytes=value_bytes)
+        yield Workload(model, layout, batch, framework.overlap, profile, value_bytes=value_bytes)
     if not found:
         allowed = "a number of sequences that replicas and micro-batches divide"
         raise read.refused("global_batch", allowed)
