@@ -221,13 +221,19 @@ def test_bigscience_s_runs_differ_by_year_and_type(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "gpu_type", "ratio"),
-    [(8, "V100", 0.34), (16, "V100", 0.21), (256, "V100", 0.135), (512, "A100", 0.34)],
+    ("gpus", "gpu_type", "date", "ratio"),
+    [
+        (8, "V100", "02-20", 0.34),
+        (16, "V100", "", 0.21),
+        (256, "V100", "", 0.135),
+        (512, "A100", "02-25", 0.34),
+        (512, "A100", "heads 64; 02-24", 0.10),
+    ],
 )
 def test_omni_path_reaches_what_was_measured_among_so_many_nodes(
-    tmp_path: Path, gpus: int, gpu_type: str, ratio: float
+    tmp_path: Path, gpus: int, gpu_type: str, date: str, ratio: float
 ) -> None:
-    line = GOOD.replace("16,H100-SXM-80GB", f"{gpus},{gpu_type}").replace(",128,", f",{gpus},")
+    line = GOOD.replace("16,H100-SXM-80GB", f"{gpus},{gpu_type}").replace(",128,", f",{gpus},") + date
     said = "4 GPUs a node; 4x OmniPath 100G"
     (row,) = rows(tmp_path, f"{line},{said}", header=f"{HEADER},interconnect")
     assert row.cluster.ratio("network") == ratio

@@ -73,7 +73,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
             network=Link(
                 bytes_per_second=network,
                 latency_seconds=_SWEEP_LATENCY if _BUS_BANDWIDTH.search(said) else _NETWORK_LATENCY,
-                achievable_ratio=_reached(said, recipe, nodes),
+                achievable_ratio=_reached(said, recipe, nodes, read.word("notes")),
                 check_seconds=network_check,
             ),
         ),
@@ -84,16 +84,21 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
 _OMNI_PATH = {1: 0.34, 4: 0.21, 16: 0.135}
 """Share of the NICs' rate that is reached, by the number of nodes from which on it is, where its users
 measured it: 135 of 400 Gbit/s between two nodes of Jean Zay, 84.7 among four and 54 among sixteen, with V100
-(bigscience-workshop/bigscience, experiments/README.md and experiments/bandwidth). Its nodes with A100 reached
-40 among four before their PCI-Express was set up anew on 25 February 2022
-(train/tr11-176B-ml/chronicles-prequel.md); what they reach since is not stated, so 135 is assumed."""
+(bigscience-workshop/bigscience, experiments/README.md and experiments/bandwidth)."""
+_OLD_OMNI_PATH = re.compile(r"\b0(?:1-\d\d|2-(?:[01]\d|2[0-4]))\b"), 0.10
+"""Dates of 2022 before the PCI-Express of that machine's A100 nodes was set up anew
+(train/tr11-176B-ml/chronicles-prequel.md, "GBS Variations"), and the share that four of them had reached: 40
+of 400 Gbit/s (experiments/bandwidth, January 2022). What they reach since is not stated: 135 is assumed."""
 
 
-def _reached(said: str, recipe: str, nodes: int) -> float | None:
+def _reached(said: str, recipe: str, nodes: int, notes: str) -> float | None:
     """Return the share of the NICs' rate that is reached; ``None``: nothing is known about it."""
     if "OmniPath" not in said:
         return None
-    return _OMNI_PATH[max(count for count in _OMNI_PATH if count <= (nodes if "v100" in recipe else 1))]
+    if "v100" not in recipe:
+        dates, ratio = _OLD_OMNI_PATH
+        return ratio if dates.search(notes) else _OMNI_PATH[1]
+    return _OMNI_PATH[max(count for count in _OMNI_PATH if count <= nodes)]
 
 
 _TYPES = (
