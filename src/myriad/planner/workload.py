@@ -146,6 +146,9 @@ class FrameworkProfile:
     recomputed_ratio: float = 1.0
     """Share of a layer's forward that layout.recompute = full repeats: below 1 where some products are kept.
     It describes other systems."""
+    selective_attention: bool = False
+    """Whether layout.recompute = selective repeats attention alone, as Megatron-LM's core attention, with
+    any kernel. With a flash kernel it saves no memory. It describes other systems."""
     selective_products: bool = False
     """Whether layout.recompute = selective also repeats products: every second one of a block, and in float8
     all that the backward needs (torchtitan's option op). It describes other systems."""

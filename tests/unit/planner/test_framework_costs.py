@@ -11,6 +11,7 @@ from myriad.planner import Cluster, Costs, FrameworkProfile, SimulationCache, Wo
 from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.replica_messages import count_buckets
 from myriad.planner.frameworks import read_framework
+from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster, scale_cluster
 from myriad.recipes.framework import ReadyRecipes
@@ -113,6 +114,21 @@ def test_selective_recomputation_may_repeat_products_or_blocks() -> None:
     assert in_float8 > 0.5 * (seconds(full, on, float8="tensor") - seconds(none, on, float8="tensor"))
     half = seconds(selective, on, selective_blocks=0.5) - seconds(none, on)
     assert half == pytest.approx(most / 2, rel=0.1)
+
+
+def test_selective_recomputation_of_attention_repeats_a_flash_kernel_and_frees_nothing() -> None:
+    on, none = cluster(8), Layout(dp=8)
+    selective = Layout(dp=8, recompute="selective")
+    longer = seconds(selective, on, selective_attention=True) - seconds(none, on)
+    slow = seconds(selective, on, selective_attention=True, attention="flash") - seconds(
+        none, on, attention="flash"
+    )
+    assert slow > 1.5 * longer > 0, "attention is what is repeated"
+    own, attends = FrameworkProfile(), FrameworkProfile(selective_attention=True)
+    part = MicroBatchShard(1, 1.0, 2)
+    assert layer_bytes(MODEL, attends, "block", 0, part, "selective") == layer_bytes(
+        MODEL, own, "block", 0, part, "none"
+    )
 
 
 def test_copies_of_flat_parameters_cost_their_bytes_in_each_micro_batch() -> None:

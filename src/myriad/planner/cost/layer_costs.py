@@ -167,11 +167,12 @@ def block_times(
         stream_seconds(context.accelerator, x, operators + ordering) for x in (streamed, backwards)
     )
     attend, attend_back = _attention(model, context, pairs)
-    again = attend  # Megatron-LM's selective recomputation repeats the scores.
+    again = attend  # Megatron-LM's selective recomputation repeats attention.
     if context.qk_clip:
         attend = attend + TimeBreakdown(attention=_largest_scores(model, context, pairs))
     comm, comm_back, rest, gathers = _tensor(model, context, tokens)
-    if context.profile.attention != "plain":  # Myriad's repeats norm and activation outputs.
+    if context.profile.attention != "plain" and not context.profile.selective_attention:
+        # Myriad's repeats norm and activation outputs.
         again_bytes = value * (2 * norms + (ups + 1) * inner) + eager[0]
         remade = stream_seconds(context.accelerator, again_bytes, model.num_branch_norms + 1)
         multiplied = (

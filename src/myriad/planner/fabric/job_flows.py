@@ -377,7 +377,8 @@ def _crossings(costs: Costs, block: int, *, backward: bool) -> float:
         entries += (workload.layout.expert_tp - 1) / (workload.layout.tp - 1)
     found = 2 * entries
     if backward:
-        again = {"none": 0, "selective": entries if profile.sequence_parallel else 0, "full": 2 * entries}
+        gathers = profile.sequence_parallel and not profile.selective_attention
+        again = {"none": 0, "selective": entries if gathers else 0, "full": 2 * entries}
         found += (entries if profile.sequence_parallel else 0) + again[workload.recompute]
     return found
 

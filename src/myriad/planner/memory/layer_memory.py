@@ -136,6 +136,8 @@ def layer_bytes(
     recompute: Recompute,
 ) -> LayerBytes:
     """Return the bytes of a layer. ``layer``: index of the block."""
+    if recompute == "selective" and profile.selective_attention and profile.attention != "plain":
+        recompute = "none"  # A flash kernel's scores are not there to be freed.
     if recompute == "full":
         return _again(model, profile, kind, layer, part)
     if kind == "embedding":

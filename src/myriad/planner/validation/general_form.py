@@ -198,6 +198,8 @@ def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framew
     profile = framework.profile
     if float8 := _float8(read):
         profile = replace(profile, float8=float8)
+    if profile.selective_attention and read.word("recompute").lower() not in ("", "selective"):
+        profile = replace(profile, selective_attention=False)  # It names modules.
     if read.has("expert_overlap"):
         profile = replace(profile, hides_expert_comm=read.word("expert_overlap") not in _NO_WORDS)
     if graphs := _graphs(read):
