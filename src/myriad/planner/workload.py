@@ -155,6 +155,8 @@ class FrameworkProfile:
     selective_blocks: float | None = None
     """Share of blocks whose forward layout.recompute = selective repeats, in place of parts of each block;
     off: parts of each. It describes other systems."""
+    shared_attention_ratio: float = 1.0
+    """Factor on the seconds of attention where ranks share sequences. It describes other systems."""
     broadcast_seconds: float = 0.0
     """Seconds in addition to its bytes of each broadcast, where ZeRO 1 and 2 return updated parameters by a
     broadcast from each rank in turn instead of by an all-gather. It describes other systems; the search's

@@ -157,6 +157,12 @@ def test_llama_s_operators_one_by_one_take_longer_and_those_of_gpt_do_not() -> N
     assert seconds(layout, on, gpt, eager_operators=True) == seconds(layout, on, gpt)
 
 
+def test_attention_of_shared_sequences_may_take_longer_than_of_whole_ones() -> None:
+    for layout, longer in ((Layout(dp=4, cp=2), True), (Layout(dp=8), False)):
+        ratio = seconds(layout, cluster(8), shared_attention_ratio=2.0) / seconds(layout, cluster(8))
+        assert ratio > 1.03 if longer else ratio == 1
+
+
 def test_broadcasts_cost_each_rank_of_the_group() -> None:
     layout, on = Layout(dp=64, zero=1), cluster(64)
     added = seconds(layout, on, broadcast_seconds=1e-3) - seconds(layout, on)

@@ -262,6 +262,8 @@ def _attention(
         if context.profile.attention == "flash":
             pairs_of_heads = context.micro_batch * heads
             speed = speed * pairs_of_heads / (pairs_of_heads + _FIRST_FLASH_HALF)
+        if context.context.num_ranks > 1:
+            speed = speed / context.profile.shared_attention_ratio
         one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
         return TimeBreakdown(attention=one), TimeBreakdown(attention=one * accelerator.flash_backward)
     elements = context.micro_batch * heads * float(model.sequence) ** 2
