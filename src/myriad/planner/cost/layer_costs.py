@@ -40,7 +40,6 @@ from myriad.planner.cost.operator_costs import (
     Number,
     TimeBreakdown,
     flash_seconds,
-    peak_flops,
     plain_flops,
     stream_seconds,
 )
@@ -70,9 +69,6 @@ _PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 19.0
 """Bytes moved for each score without a flash kernel: written by the product (2), softmax fused with scale and
 mask (4), dropout (5, its mask has one), read by the next product (2); in the backward read again for the
 values' gradient (2), written by the product (2), dropout (5), softmax (6), read by two products (4)."""
-_PLAIN_RATIO = 0.5
-"""Share of the peak that the batched products of scores reach, whose inner or outer length is a head's
-width."""
 _SCORE_BYTES, _SCORE_OPERATORS = 16.0, 8.0
 """Bytes moved for each score in which the largest is searched: written by the product (4), masked (8), read
 by the maximum (4); and operators of each block of queries (`myriad.kernels.score_maxima`)."""
@@ -267,7 +263,7 @@ def _attention(
         one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
         return TimeBreakdown(attention=one), TimeBreakdown(attention=one * accelerator.flash_backward)
     elements = context.micro_batch * heads * float(model.sequence) ** 2
-    product = 4.0 * elements * width / (plain_flops(accelerator, value, width) * _PLAIN_RATIO)
+    product = 4.0 * elements * width / plain_flops(accelerator, value, width)
     forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)
     backward = 2 * product + stream_seconds(accelerator, _PLAIN_BACKWARD * elements, 6)
     return TimeBreakdown(attention=forward), TimeBreakdown(attention=backward)
@@ -280,7 +276,7 @@ def _largest_scores(model: ModelConfig, context: LayerContext, pairs: float) -> 
     queries = np.clip(np.floor(_SCORES_AT_ONCE / (context.micro_batch * heads * sequence)), 1.0, sequence)
     computed = np.minimum(pairs + sequence * (queries - 1) / 2, sequence**2)
     scores = context.micro_batch * heads * computed
-    product = 2.0 * scores * model.head_width / (peak_flops(accelerator, 4) * _PLAIN_RATIO)
+    product = 2.0 * scores * model.head_width / plain_flops(accelerator, 4, model.head_width)
     operators = _SCORE_OPERATORS * np.ceil(sequence / queries)
     return product + stream_seconds(accelerator, _SCORE_BYTES * scores, operators)
 

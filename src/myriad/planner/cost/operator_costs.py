@@ -50,17 +50,23 @@ def peak_flops(accelerator: Accelerator, value_bytes: int) -> float:
     return accelerator.float32_flops_per_second or accelerator.peak_flops_per_second / 2
 
 
+_PLAIN_RATIO = 0.5
+"""Share of the peak that the batched products of scores reach, whose inner or outer length is a head's
+width."""
 _ALIGNED_BYTES = 16
 """Bytes of which a head's width is a multiple where tensor cores multiply 16-bit scores (NVIDIA, Matrix
 Multiplication Background, section 2.2; arXiv 2401.14489)."""
+_UNALIGNED_RATIO = 0.56
+"""The same share where other cores multiply them: fit to two of BLOOM's experiments, which differ in heads of
+144 and 108 values (chronicles-prequel.md, lines 739 and 740). Three other pairs there give 0.55 to 0.565."""
 
 
 def plain_flops(accelerator: Accelerator, value_bytes: int, head_width: int) -> float:
-    """Return the peak rate of attention's batched products without a flash kernel."""
+    """Return the rate of attention's batched products without a flash kernel."""
     slow = accelerator.unaligned_flops_per_second
     if value_bytes != 2 or slow is None or head_width * value_bytes % _ALIGNED_BYTES == 0:
-        return peak_flops(accelerator, value_bytes)
-    return slow
+        return _PLAIN_RATIO * peak_flops(accelerator, value_bytes)
+    return _UNALIGNED_RATIO * slow
 
 
 def matmul_seconds(
