@@ -112,6 +112,10 @@ class FrameworkProfile:
     """Whether a kernel copies tokens in the order of experts, and one sums their results times their gates,
     each in one pass of memory, as Myriad's and Transformer Engine's. Otherwise results are multiplied by
     their gates in float32, in passes of their own, and then summed."""
+    eager_expert_bias: bool = False
+    """Whether biases of experts' results, which gates multiply in float32, and the clamp of clamped_swiglu
+    are passes of their own over the experts' tokens, unless graphs are captured. It describes other
+    systems."""
     adds_gradients_apart: bool = False
     """Whether each micro-batch writes a weight's gradient in the compute type, and another pass adds it to
     the gradient buffer, instead of the product itself. It describes other systems."""

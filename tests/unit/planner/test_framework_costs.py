@@ -188,6 +188,19 @@ def test_a_block_with_experts_waits_for_the_launches_of_each_of_them() -> None:
     assert seconds(layout, on, MOE, **slow, cuda_graphs=True) < passes * 0.01
 
 
+def test_biases_of_experts_are_passes_of_their_own_where_they_are_not_fused() -> None:
+    layout, on = Layout(dp=8, ep=8), cluster(8)
+    biased = MOE.model_copy(update={"bias": True})
+    clamped = MOE.model_copy(update={"activation": "clamped_swiglu"})
+    for model in (biased, clamped):
+        assert seconds(layout, on, model, eager_expert_bias=True) > seconds(layout, on, model)
+    assert seconds(layout, on, MOE, eager_expert_bias=True) == seconds(layout, on, MOE)
+    graphs = {"cuda_graphs": True}
+    assert seconds(layout, on, biased, eager_expert_bias=True, **graphs) == seconds(
+        layout, on, biased, **graphs
+    )
+
+
 def test_tokens_travel_between_and_inside_nodes_at_once() -> None:
     layout, on = Layout(dp=32, ep=32, expert_dispatch="node"), cluster(32)
     one, other = (seconds(layout, on, MOE, overlaps_hops=overlaps) for overlaps in (True, False))

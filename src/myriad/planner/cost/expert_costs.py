@@ -57,7 +57,8 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     sum what experts compute, and the operators of each. With k experts a token, copies of k tokens (read and
     written), and sums of results times gates (k read, one written); the backward also writes the gradients of
     k results. Without fused kernels results are ordered, and multiplied in float32, in passes of their own.
-    Where ranks share experts, copies that arrive are ordered again, and their results back."""
+    Where ranks share experts, copies that arrive are ordered again, and their results back. Biases may add
+    passes (`_bias_streams`)."""
     if model.experts is None:
         return 0.0, 0.0, 0.0
     value = context.value_bytes
@@ -70,6 +71,8 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     else:
         forward = values * (4 * value + (value + 4) + 4) + scores
         backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
+    added, added_back = _bias_streams(model, context, values)
+    forward, backward = forward + added, backward + added_back
     kernels = 1.0 if context.profile.grouped_experts else model.experts / context.experts.ep
     if context.experts.ep == 1:
         return forward, backward, 16.0 + kernels
@@ -82,6 +85,28 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     arrived = values * context.experts.load * (context.experts.expert_tp if context.gathers_arrived else 1.0)
     again = arrived * 4 * value
     return forward + again, backward + again, 24.0 + kernels
+
+
+def _bias_streams(model: ModelConfig, context: LayerContext, values: Number) -> tuple[Number, Number]:
+    """Return the bytes that biases and clamps of experts move in the forward and in the backward, where these
+    are operators of their own (`FrameworkProfile.eager_expert_bias`). ``values``: those of all results.
+
+    A bias times the gate is written in float32, added, joined with those of other experts, and cast back. The
+    backward casts, multiplies by the gate and by the bias, sums both products, and joins the gradients. The
+    clamped halves of the activation's input are joined; the backward reads that input again."""
+    if not context.profile.eager_expert_bias or context.profile.cuda_graphs:
+        return 0.0, 0.0
+    value = context.value_bytes
+    forward: Number = 0.0
+    backward: Number = 0.0
+    if model.bias:
+        forward = values * (4 + (value + 4 + 4) + (4 + 4) + (4 + value))
+        backward = values * ((value + 4) + (4 + value) + 2 * (4 + 4 + 4) + 2 * value)
+    if model.activation == "clamped_swiglu":
+        inner = values / model.hidden * model.up_matrices * model.expert_width / context.experts.expert_tp
+        forward = forward + inner * 4 * value
+        backward = backward + inner * 5 * value
+    return forward, backward
 
 
 def score_gather_seconds(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
