@@ -147,6 +147,9 @@ class FrameworkProfile:
     norms_in_float32: bool = False
     """Whether the input of a norm is first converted to float32, in a pass of its own, and its gradient
     back."""
+    repeats_norms: bool = False
+    """Whether backwards repeat norms, and the residual sums before them, where layout.recompute = none. It
+    describes other systems; the search's closed form ignores it."""
     recomputed_ratio: float = 1.0
     """Share of a layer's forward that layout.recompute = full repeats: below 1 where some products are kept.
     It describes other systems."""

@@ -87,6 +87,16 @@ def test_norms_in_float32_move_more_bytes() -> None:
     assert added == pytest.approx(18 * values / rate, rel=0.02)
 
 
+def test_norms_are_repeated_where_nothing_else_is_recomputed() -> None:
+    """A pass over the input and the result of each norm, and one over each residual sum."""
+    on, values = cluster(1), 64 * MODEL.sequence * MODEL.hidden * 2 * MODEL.layers
+    rate = on.accelerator.memory_bytes_per_second * on.accelerator.memory_ratio
+    for recompute, num_bytes in (("none", 6), ("full", 0)):
+        layout = Layout(recompute=recompute)
+        added = seconds(layout, on, repeats_norms=True) - seconds(layout, on)
+        assert added == pytest.approx(num_bytes * values / rate, rel=0.02)
+
+
 def test_recomputation_that_keeps_some_products_is_shorter() -> None:
     layout, on = Layout(dp=8, recompute="full"), cluster(8)
     none = seconds(Layout(dp=8), on)

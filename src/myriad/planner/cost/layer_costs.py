@@ -154,8 +154,10 @@ def block_times(
     if context.profile.unpads_attention:  # Gathered, and scattered onto zeros.
         mixed = tokens * model.mixed_width / context.tp * value
         streamed, backwards = streamed + qkv + 3 * mixed, backwards + 1.5 * qkv + 2 * mixed
-    if context.profile.norms_in_float32:
-        streamed, backwards = streamed + 2 * _FLOAT32 * norms, backwards + (3 * _FLOAT32 - value) * norms
+    wide = 2 * _FLOAT32 * norms if context.profile.norms_in_float32 else 0.0
+    streamed, backwards = streamed + wide, backwards + wide * (3 * _FLOAT32 - value) / (2 * _FLOAT32)
+    if context.repeats_norms:
+        backwards = backwards + passes * value * 2 * norms + wide + value * residuals
     ordered, ordered_back, ordering = expert_streams(model, context, tokens)
     streamed, backwards = streamed + ordered, backwards + ordered_back
     operators = (3 if joined else model.num_branch_norms + 3) * (3 if not context.profile.fused else 1)

@@ -91,6 +91,7 @@ class Costs:
             ExpertGrid.of(layout, replica_stride, exchange_slowdown.tokens),
             ContextGrid.of(layout, exchange_slowdown.context),
             attended=workload.attended,
+            repeats_norms=profile.repeats_norms and layout.recompute == "none",
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
         comm = shard_group_comm(workload.comm, layout)
@@ -323,9 +324,8 @@ class Costs:
     @property
     def optimizer_bytes(self) -> float:
         """Bytes that the optimizer moves for each parameter."""
-        workload = self.workload
-        fused = optimizer_bytes(workload.optimizer, workload.value_bytes, workload.ema_every)
-        return workload.profile.optimizer_bytes or fused
+        one = self.workload
+        return one.profile.optimizer_bytes or optimizer_bytes(one.optimizer, one.value_bytes, one.ema_every)
 
     def _data_parallel(self, others: float, experts: float, kinds: list[str]) -> tuple[float, float, float]:
         """Return the seconds of gather, reduction and update of a stage. Where its experts have a chunk of

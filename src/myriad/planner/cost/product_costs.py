@@ -75,6 +75,8 @@ class LayerContext:
     """Whether forwards are paired with backwards of other micro-batches (``overlap.pairs``)."""
     attended: AttendedShares = FULL_WINDOWS
     """What packed documents leave of attention."""
+    repeats_norms: bool = False
+    """Whether backwards repeat norms and residual sums before them; the search's closed form has False."""
 
     @property
     def accelerator(self) -> Accelerator:

@@ -59,7 +59,7 @@ class OwnTimes(NamedTuple):
 
 
 FRAMEWORKS = {
-    "internevo": OwnTimes(19, 0.08, "A100"),
+    "internevo": OwnTimes(19, 0.06, "A100"),
     "maxtext": OwnTimes(12, 0.07, "H100"),
     "megascale": OwnTimes(20, 0.06, "A100"),
     "megatron-core": OwnTimes(38, 0.17, "H100, B200 and GB200"),
