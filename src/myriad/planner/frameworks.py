@@ -67,6 +67,8 @@ class LayoutHabits(Config):
 
     zero: Literal[0, 1, 2, 3] = 1
     """Degree of ZeRO."""
+    pipeline_zero: Literal[0, 1, 2, 3] | None = None
+    """Degree of ZeRO with pipeline stages, also where a row says only that it is FSDP; off: `zero`."""
     by_layer: bool = False
     """Whether ZeRO 3 gathers parameters layer by layer in each forward and backward (FSDP)."""
     reduce_each: bool = False

@@ -253,6 +253,10 @@ def test_the_accelerator_of_torchtitan_s_tables_is_the_one_that_they_describe(tm
     assert row.framework == "torchtitan-rowwise"
     (row,) = rows(tmp_path, f"{GOOD}HSDP,fms-fsdp".replace(",16,", ",32,"), header=header)
     assert (row.works[0].layout.zero, row.works[0].layout.shard_group) == (3, 8)
+    for stages, zero in ((1, 3), (2, 2)):
+        line = GOOD.replace(",2,1,1,", f",2,{stages},1,")
+        (row,) = rows(tmp_path, f"{line}FSDP2,torchtitan", header=header)
+        assert row.works[0].layout.zero == zero
     assert ReadyRecipes().accelerator("H100")[0] == "h100-sxm-80gb"
 
 

@@ -257,7 +257,7 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     dp, habits = gpus // (tp * pp * cp), framework.habits
     if read.has("dp") and read.whole("dp") != dp:
         raise read.refused("dp", f"gpus / (tp x pp x cp) = {dp}")
-    zero = _zero(read, habits.zero)
+    zero = _zero(read, habits, pp)
     fixed: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
     if model.sequence % Layout(tp=tp, cp=cp).sequence_multiple:
         raise read.refused("cp", f"a divisor of the sequence of {model.sequence}, with tp and in halves")
@@ -298,8 +298,11 @@ def _dispatch(read: _GeneralCells, habit: ExpertDispatch) -> ExpertDispatch:
     return _DISPATCHES[said]
 
 
-def _zero(read: _GeneralCells, default: int) -> int:
-    said = read.word("zero", str(default))
+def _zero(read: _GeneralCells, habits: LayoutHabits, pp: int) -> int:
+    """Return the degree of ZeRO."""
+    said = read.word("zero", str(habits.zero))
+    if pp > 1 and habits.pipeline_zero is not None and (said in _ZERO_WORDS or not read.has("zero")):
+        return habits.pipeline_zero
     if said in _ZERO_WORDS:
         return _ZERO_WORDS[said]
     if said not in ("0", "1", "2", "3"):
