@@ -108,6 +108,9 @@ class FrameworkProfile:
     grouped_experts: bool = True
     """Whether one kernel multiplies the tokens of all experts of a rank, as Myriad's and Megatron-Core's
     grouped GEMM, instead of one for each expert."""
+    fused_expert_mlp: bool = False
+    """Whether one kernel multiplies the tokens of all experts, computes the activation and converts its
+    result to float8, forward and backward. It describes other systems."""
     fused_permutation: bool = True
     """Whether a kernel copies tokens in the order of experts, and one sums their results times their gates,
     each in one pass of memory, as Myriad's and Transformer Engine's. Otherwise results are multiplied by

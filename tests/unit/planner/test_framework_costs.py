@@ -211,6 +211,17 @@ def test_biases_of_experts_are_passes_of_their_own_where_they_are_not_fused() ->
     )
 
 
+def test_a_kernel_that_computes_all_of_the_experts_moves_less() -> None:
+    layout, on = Layout(dp=8, ep=8), cluster(8)
+    saved = seconds(layout, on, MOE) - seconds(layout, on, MOE, fused_expert_mlp=True)
+    converted = {"float8": "blocks"}
+    more = seconds(layout, on, MOE, **converted) - seconds(
+        layout, on, MOE, fused_expert_mlp=True, **converted
+    )
+    assert 0 < saved < more
+    assert seconds(layout, on, fused_expert_mlp=True) == seconds(layout, on)
+
+
 def test_tokens_travel_between_and_inside_nodes_at_once() -> None:
     layout, on = Layout(dp=32, ep=32, expert_dispatch="node"), cluster(32)
     one, other = (seconds(layout, on, MOE, overlaps_hops=overlaps) for overlaps in (True, False))

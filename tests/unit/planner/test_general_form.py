@@ -87,6 +87,7 @@ def test_notes_say_what_captured_graphs_launch(tmp_path: Path) -> None:
     for said, expected in notes.items():
         profile = rows(tmp_path, f'{GOOD}"{said}"')[0].works[0].profile
         assert (profile.cuda_graphs, profile.captures_attention) == expected
+    assert rows(tmp_path, f"{GOOD}cuteDSL fused grouped MLP")[0].works[0].profile.fused_expert_mlp
     (row,) = rows(tmp_path, f"{GOOD}CUDA graphs full,none", header=f"{HEADER},cuda_graphs")
     assert not row.works[0].profile.cuda_graphs
     with pytest.raises(BadInputError, match="cuda_graphs"):

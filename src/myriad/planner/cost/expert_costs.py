@@ -72,7 +72,8 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
         forward = values * (4 * value + (value + 4) + 4) + scores
         backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
     added, added_back = _bias_streams(model, context, values)
-    forward, backward = forward + added, backward + added_back
+    fused, fused_back = _fused_streams(model, context, values)
+    forward, backward = forward + added - fused, backward + added_back - fused_back
     kernels = 1.0 if context.profile.grouped_experts else model.experts / context.experts.ep
     if context.experts.ep == 1:
         return forward, backward, 16.0 + kernels
@@ -85,6 +86,22 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     arrived = values * context.experts.load * (context.experts.expert_tp if context.gathers_arrived else 1.0)
     again = arrived * 4 * value
     return forward + again, backward + again, 24.0 + kernels
+
+
+def _inner(model: ModelConfig, context: LayerContext, values: Number) -> Number:
+    """Return the values that go into the last matrix of a rank's experts. ``values``: those of results."""
+    return values / model.hidden * model.expert_width / context.experts.expert_tp
+
+
+def _fused_streams(model: ModelConfig, context: LayerContext, values: Number) -> tuple[Number, Number]:
+    """Return the bytes that a kernel of products, activation and conversion saves in the forward and in the
+    backward (`FrameworkProfile.fused_expert_mlp`): the activation reads and writes nothing of its own, nor do
+    its gradients, apart from what was kept; conversions to float8 read nothing."""
+    if not context.profile.fused_expert_mlp:
+        return 0.0, 0.0
+    ups, converts = model.up_matrices, context.profile.float8 is not None
+    inner = _inner(model, context, values) * context.value_bytes
+    return inner * (ups + 1 + converts), inner * (ups + 1 + (ups + 1) * converts)
 
 
 def _bias_streams(model: ModelConfig, context: LayerContext, values: Number) -> tuple[Number, Number]:
@@ -103,7 +120,7 @@ def _bias_streams(model: ModelConfig, context: LayerContext, values: Number) -> 
         forward = values * (4 + (value + 4 + 4) + (4 + 4) + (4 + value))
         backward = values * ((value + 4) + (4 + value) + 2 * (4 + 4 + 4) + 2 * value)
     if model.activation == "clamped_swiglu":
-        inner = values / model.hidden * model.up_matrices * model.expert_width / context.experts.expert_tp
+        inner = model.up_matrices * _inner(model, context, values)
         forward = forward + inner * 4 * value
         backward = backward + inner * 5 * value
     return forward, backward

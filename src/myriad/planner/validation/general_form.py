@@ -20,10 +20,10 @@ fastest of those that fit, as in other tables.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import nan
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from myriad.comm.layout import ExpertDispatch, Layout, ScheduleName
 from myriad.config import parse_override
@@ -35,6 +35,7 @@ from myriad.planner.validation.general_clusters import cluster_of
 from myriad.planner.validation.general_models import model_of
 from myriad.planner.validation.habitual_partition import habitual_partition
 from myriad.planner.validation.published_rows import MeasuredMemory, PublishedRow, TableCells
+from myriad.planner.validation.row_profile import profile_of, value_bytes_of
 from myriad.planner.workload import Recompute, Workload
 from myriad.units import parse_bytes
 
@@ -45,9 +46,9 @@ GENERAL_COLUMNS = [
     "seq", "experts", "experts_per_token", "expert_ffn", "shared_experts", "activation",
     "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp", "ep",
     "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
-    "expert_dispatch", "expert_overlap", "cuda_graphs", "iteration_s", "tokens_per_s_per_gpu",
-    "tflops_per_gpu", "mfu", "flops", "allocated_bytes", "reserved_bytes", "out_of_memory", "framework",
-    "notes",
+    "expert_dispatch", "expert_overlap", "fused_experts", "cuda_graphs", "iteration_s",
+    "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "flops", "allocated_bytes", "reserved_bytes",
+    "out_of_memory", "framework", "notes",
 ]  # fmt: skip
 """Names of all columns but those of further keys of the model; ``--columns`` maps others to them."""
 MODEL_KEY = "model."
@@ -121,6 +122,7 @@ _PHRASES: Mapping[str, tuple[str, ...]] = {
     "shared_width": (r"shared (\d+)",),
     "expert_dispatch": (r"(DeepEP|HybridEP)", r"dispatcher (A2A)"),
     "expert_overlap": (r"all-to-all (overlap)",),
+    "fused_experts": (r"(cuteDSL) fused grouped MLP",),
     "cuda_graphs": (r"CUDA graphs (?:of |transformer_engine )?(full|attn)",),
     "etp": (r"ETP (\d+)",),
     "micro_batch": (r"micro-batch (\d+)",),
@@ -195,49 +197,17 @@ def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
 
 def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framework) -> Iterator[Workload]:
     """Yield the workloads that a row may have been. Raises `BadInputError`."""
-    profile = framework.profile
-    if float8 := _float8(read):
-        profile = replace(profile, float8=float8)
-    if profile.selective_attention and read.word("recompute").lower() not in ("", "selective"):
-        profile = replace(profile, selective_attention=False)  # It names modules.
-    if read.has("expert_overlap"):
-        profile = replace(profile, hides_expert_comm=read.word("expert_overlap") not in _NO_WORDS)
-    if graphs := _graphs(read):
-        profile = replace(profile, cuda_graphs=graphs == "full", captures_attention=graphs.startswith("att"))
+    profile, value_bytes = profile_of(read, framework.profile), value_bytes_of(read)
     found = False
     for layout in _layouts(read, model, gpus, framework):
         batch = _batch(read, layout)
         if batch % (layout.dp * layout.micro_batch):
             continue
         found = True
-        value_bytes = 4 if read.word("dtype").lower() in _FLOAT32 else 2
         yield Workload(model, layout, batch, framework.overlap, profile, value_bytes=value_bytes)
     if not found:
         allowed = "a number of sequences that replicas and micro-batches divide"
         raise read.refused("global_batch", allowed)
-
-
-_FLOAT32 = ("fp32", "float32")
-_NO_WORDS = ("no", "off", "false", "none")
-
-
-def _graphs(read: _GeneralCells) -> str:
-    """Return what captured graphs launch: whole blocks, or what they have before tokens travel to experts."""
-    said = read.word("cuda_graphs").lower()
-    if said and said not in ("full", "attn", "attention", *_NO_WORDS):
-        raise read.refused("cuda_graphs", "full, attention or none")
-    return said
-
-
-def _float8(read: _GeneralCells) -> Literal["tensor", "blocks"] | None:
-    dtype = read.word("dtype", "bf16").lower()
-    if dtype in ("fp8-blocks", "float8-blocks", "mxfp8", "fp8-mx"):
-        return "blocks"
-    if dtype.startswith(("fp8", "float8")):
-        return "tensor"
-    if not dtype.startswith(("bf16", "fp16", "bfloat16", "float16", *_FLOAT32)):
-        raise read.refused("dtype", "bf16, fp16, fp32, fp8 or fp8-blocks")
-    return None
 
 
 def _batch(read: _GeneralCells, layout: Layout) -> int:

@@ -1,0 +1,51 @@
+"""The profile of a row of the general form: its framework's, with what the row says of its run."""
+
+from dataclasses import replace
+from typing import Literal
+
+from myriad.planner.validation.general_models import RowCells
+from myriad.planner.workload import FrameworkProfile
+
+__all__ = ["profile_of", "value_bytes_of"]
+
+_FLOAT32 = ("fp32", "float32")
+_NO_WORDS = ("no", "off", "false", "none")
+
+
+def profile_of(read: RowCells, profile: FrameworkProfile) -> FrameworkProfile:
+    """Return the profile of a row. Raises `BadInputError`."""
+    if float8 := _float8(read):
+        profile = replace(profile, float8=float8)
+    if profile.selective_attention and read.word("recompute").lower() not in ("", "selective"):
+        profile = replace(profile, selective_attention=False)  # It names modules.
+    if read.has("expert_overlap"):
+        profile = replace(profile, hides_expert_comm=read.word("expert_overlap") not in _NO_WORDS)
+    if read.has("fused_experts"):
+        profile = replace(profile, fused_expert_mlp=read.word("fused_experts") not in _NO_WORDS)
+    if graphs := _graphs(read):
+        profile = replace(profile, cuda_graphs=graphs == "full", captures_attention=graphs.startswith("att"))
+    return profile
+
+
+def value_bytes_of(read: RowCells) -> int:
+    """Return the bytes of a value of the compute type."""
+    return 4 if read.word("dtype").lower() in _FLOAT32 else 2
+
+
+def _graphs(read: RowCells) -> str:
+    """Return what captured graphs launch: whole blocks, or what they have before tokens travel to experts."""
+    said = read.word("cuda_graphs").lower()
+    if said and said not in ("full", "attn", "attention", *_NO_WORDS):
+        raise read.refused("cuda_graphs", "full, attention or none")
+    return said
+
+
+def _float8(read: RowCells) -> Literal["tensor", "blocks"] | None:
+    dtype = read.word("dtype", "bf16").lower()
+    if dtype in ("fp8-blocks", "float8-blocks", "mxfp8", "fp8-mx"):
+        return "blocks"
+    if dtype.startswith(("fp8", "float8")):
+        return "tensor"
+    if not dtype.startswith(("bf16", "fp16", "bfloat16", "float16", *_FLOAT32)):
+        raise read.refused("dtype", "bf16, fp16, fp32, fp8 or fp8-blocks")
+    return None
