@@ -91,3 +91,13 @@ def test_the_interval_is_named_for_what_was_calibrated_only() -> None:
     for framework, has_experts in (("megatron-core", False), ("nanotron", True)):
         others = {"framework": framework, "has_experts": has_experts}
         assert describe_interval(cluster, **others) == describe_interval(plain, **others)
+
+
+def test_every_share_of_a_rate_is_scaled_and_none_that_is_off() -> None:
+    factors = ClusterFactors(products=0.5, streams=0.8)
+    own = load_cluster("gb200-576xgb200")
+    before, after = own.accelerator, scaled_cluster(own, factors).accelerator
+    for key, factor in (("float8_achievable_ratio", 0.5), ("flash_ratio", 0.8), ("flash3_ratio", 0.8)):
+        assert getattr(after, key) == pytest.approx(factor * getattr(before, key))
+    eos = load_cluster("eos-3072xh100")
+    assert scaled_cluster(eos, factors).accelerator.flash3_ratio is None

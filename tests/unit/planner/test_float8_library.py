@@ -88,3 +88,10 @@ def test_products_in_float8_reach_the_share_that_was_measured(cluster: Cluster) 
     )
     assert times(cluster).forward.matmul > times(quick).forward.matmul
     assert times(cluster, float8=None) == times(quick, float8=None)
+
+
+def test_each_generation_has_the_rate_of_its_own_attention() -> None:
+    """cuDNN's attention is three times as fast as FlashAttention-2 on Blackwell, and 1.4 times on H100."""
+    for cluster, factor in ((HOPPER, 1.4), (BLACKWELL, 0.55 / 0.155)):
+        own, second = (times(cluster, attention=one).forward.attention for one in ("flash3", "flash2"))
+        assert second == pytest.approx(factor * own, rel=0.01)

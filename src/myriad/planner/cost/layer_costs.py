@@ -257,6 +257,8 @@ def _attention(
     flops = 4.0 * context.micro_batch * pairs * heads * width
     if context.profile.attention != "plain":
         speed: Number = _FLASH_SPEED[context.profile.attention]
+        if context.profile.attention == "flash3" and accelerator.flash3_ratio:
+            speed = accelerator.flash3_ratio / accelerator.flash_ratio
         if context.profile.attention == "flash":
             pairs_of_heads = context.micro_batch * heads
             speed = speed * pairs_of_heads / (pairs_of_heads + _FIRST_FLASH_HALF)

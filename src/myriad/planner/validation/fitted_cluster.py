@@ -177,13 +177,26 @@ def _scaled_link(cluster: Cluster, level: Level, factor: float) -> Link:
     return link.model_copy(update={"achievable_ratio": min(1.0, cluster.ratio(level) * factor)})
 
 
+def _ratios(factors: ClusterFactors) -> dict[str, float]:
+    """Return the factor on each share of a rate."""
+    products, streams = factors.products, factors.streams
+    return {
+        "achievable_ratio": products,
+        "float8_achievable_ratio": products,
+        "memory_ratio": streams,
+        "flash_ratio": streams,
+        "flash3_ratio": streams,
+    }
+
+
 _STREAMS = ("stream_bytes_per_second", "loss_bytes_per_second", "weights_bytes_per_second")
 
 
 def _scaled_accelerator(accelerator: Accelerator, factors: ClusterFactors) -> Accelerator:
-    changed = {"achievable_ratio": min(1.0, accelerator.achievable_ratio * factors.products)}
-    for key in ("memory_ratio", "flash_ratio"):
-        changed[key] = min(1.0, getattr(accelerator, key) * factors.streams)
+    changed = {}
+    for key, factor in _ratios(factors).items():
+        if (ratio := getattr(accelerator, key)) is not None:
+            changed[key] = min(1.0, ratio * factor)
     for key in _STREAMS:
         if (rate := getattr(accelerator, key)) is not None:
             changed[key] = rate * factors.streams
