@@ -221,6 +221,14 @@ def test_bigscience_s_runs_differ_by_year_and_type(
     assert profile.casts_gradients == ("bf16" in framework)
 
 
+def test_two_of_four_v100_share_two_of_six_links(tmp_path: Path) -> None:
+    line = f"{GOOD.replace('H100-SXM-80GB', 'V100')},4 GPUs a node"
+    (row,) = rows(tmp_path, line, header=f"{HEADER},interconnect")
+    assert [row.cluster.local_bytes_per_second(size, 1) for size in (2, 4)] == [50e9, 150e9]
+    (other,) = rows(tmp_path, f"{GOOD.replace('H100-SXM-80GB', 'V100')},", header=f"{HEADER},interconnect")
+    assert other.cluster.inside is None
+
+
 @pytest.mark.parametrize(
     ("gpus", "gpu_type", "date", "ratio"),
     [

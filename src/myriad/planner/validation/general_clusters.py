@@ -5,8 +5,10 @@ What a row leaves open is the usual server of that accelerator: eight of them (`
 
 import re
 from collections.abc import Callable
+from itertools import combinations
 from typing import NamedTuple
 
+from myriad.network.node_topology import NodeTopology
 from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links, SlowNodes
 from myriad.planner.validation.general_models import RowCells
 
@@ -78,7 +80,15 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
             ),
         ),
         slow_nodes=_SLOW,
+        inside=_QUAD if recipe.startswith("v100") and per_node == 4 else None,
     )
+
+
+_QUAD = NodeTopology(
+    nvlink=tuple((a, b, 2) for a, b in combinations(range(4), 2)), nvlink_bytes_per_second=25e9
+)
+"""Servers of four V100, whose six NVLinks reach three others by two each: NCCL finds rings in all orders on
+Jean Zay's (bigscience-workshop/bigscience, experiments/bandwidth/n1_32gb_all_reduce_bench.txt)."""
 
 
 _OMNI_PATH = {1: 0.34, 4: 0.21, 16: 0.135}
