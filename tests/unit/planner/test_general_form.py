@@ -182,6 +182,15 @@ def test_a_benchmark_of_mosaicml_has_the_attention_that_its_script_chose(
     assert row.works[0].profile.attention == attention
 
 
+def test_runs_whose_launcher_turns_overlap_off_wait_for_each_exchange(tmp_path: Path) -> None:
+    """SimuMax's B200 results: a non-overlap contract of Megatron-Core, and gradients in float32."""
+    for source, waits in (("MooreThreads/SimuMax@1:docs/b200.md", True), ("NVIDIA/NeMo@1:docs", False)):
+        (row,) = rows(tmp_path, f"{GOOD},{source}", header=f"{HEADER},source")
+        overlap, profile = row.works[0].overlap, row.works[0].profile
+        assert (overlap.tensor is None or overlap.tensor == "off") == waits
+        assert (not overlap.data and not overlap.pipeline and profile.gradient_bytes == 4) == waits
+
+
 @pytest.mark.parametrize(
     ("source", "table", "model", "attention"),
     [
