@@ -110,6 +110,12 @@ def test_the_first_flash_attention_is_slow_with_few_heads_unless_it_is_triton_s(
     versions = ("flash", "flash-triton", "flash2")
     few, cut, second = (seconds(layout, on, long, attention=one) for one in versions)
     assert few > 1.5 * cut > 1.5 * second
+    thin = long.model_copy(update={"heads": 16})
+    lost = [
+        seconds(layout, on, thin, attention=one) - seconds(layout, on, long, attention=one)
+        for one in versions
+    ]
+    assert lost[1] == pytest.approx(0, abs=1e-3) and lost[2] > 0.1
 
 
 def test_selective_recomputation_may_repeat_products_or_blocks() -> None:

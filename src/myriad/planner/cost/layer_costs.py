@@ -74,6 +74,9 @@ _SCORE_BYTES, _SCORE_OPERATORS = 16.0, 8.0
 by the maximum (4); and operators of each block of queries (`myriad.kernels.score_maxima`)."""
 _SCORES_AT_ONCE = 2**23
 """Scores of a block."""
+_FULL_WIDTH = 128
+"""Width of heads below which FlashAttention-2 is slower. In Triton heads of 64 lose nothing against 128,
+whose backward runs out of registers (flash_attn/flash_attn_triton.py; openai/triton issue 1975)."""
 _FIRST_FLASH_HALF = 8.0
 """Sequences x heads of a rank at which the first FlashAttention, which gives each pair of them one
 multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
@@ -264,7 +267,8 @@ def _attention(
             speed = speed * pairs_of_heads / (pairs_of_heads + _FIRST_FLASH_HALF)
         if context.context.num_ranks > 1:
             speed = speed / context.profile.shared_attention_ratio
-        one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
+        full = max(width, _FULL_WIDTH) if context.profile.attention == "flash-triton" else width
+        one = flash_seconds(accelerator, flops, model.sequence, full, value) / speed
         return TimeBreakdown(attention=one), TimeBreakdown(attention=one * accelerator.flash_backward)
     elements = context.micro_batch * heads * float(model.sequence) ** 2
     product = 4.0 * elements * width / plain_flops(accelerator, value, width)
