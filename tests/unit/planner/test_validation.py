@@ -25,6 +25,7 @@ from myriad.planner.validation.prediction_errors import (
 from myriad.planner.validation.prediction_interval import (
     EXPERTS_RATIO,
     FRAMEWORKS,
+    LEAST_RATIO,
     PROFILE_RATIO,
     UNKNOWN_RATIO,
     describe_interval,
@@ -182,6 +183,7 @@ def test_the_promise_names_what_it_is_for() -> None:
     assert interval_ratio(load_cluster("laptop")) is None
     assert interval_ratio(eos, has_experts=True) == EXPERTS_RATIO
     assert interval_ratio(eos, "unknown") == UNKNOWN_RATIO
+    assert interval_ratio(eos, "megascale") == LEAST_RATIO > FRAMEWORKS["megascale"].ratio
     assert "megatron-core on H100" in describe_interval(eos, "megatron-core", has_experts=False)
     assert "without a profile" in describe_interval(eos, "unknown", has_experts=False)
     assert "experts" in describe_interval(eos, has_experts=True)
