@@ -72,7 +72,7 @@ FRAMEWORKS = {
     "megatron-core": OwnTimes(38, 0.17, "H100, B200 and GB200"),
     "megatron-deepspeed": OwnTimes(37, 0.11, "A100"),
     "megatron-lm-2023": OwnTimes(11, 0.04, "A100"),
-    "mosaicml-fsdp": OwnTimes(63, 0.13, "A100"),
+    "mosaicml-fsdp": OwnTimes(63, 0.11, "A100"),
     "nanotron": OwnTimes(74, 0.16, "H100"),
     "zero-bubble": OwnTimes(24, 0.07, "A100"),
 }
