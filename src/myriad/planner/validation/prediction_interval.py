@@ -69,11 +69,13 @@ FRAMEWORKS = {
     "internevo": OwnTimes(19, 0.06, "A100"),
     "maxtext": OwnTimes(12, 0.07, "H100"),
     "megascale": OwnTimes(20, 0.06, "A100"),
-    "megatron-core": OwnTimes(38, 0.17, "H100, B200 and GB200"),
+    "megatron-core": OwnTimes(40, 0.05, "H100 and GB200"),
+    "megatron-core-sync": OwnTimes(16, 0.15, "B200"),
     "megatron-deepspeed": OwnTimes(37, 0.11, "A100"),
     "megatron-lm-2023": OwnTimes(11, 0.04, "A100"),
     "mosaicml-fsdp": OwnTimes(63, 0.11, "A100"),
     "nanotron": OwnTimes(74, 0.16, "H100"),
+    "nemo-2024": OwnTimes(13, 0.09, "H100"),
     "zero-bubble": OwnTimes(24, 0.07, "A100"),
 }
 """Frameworks with ten or more rows."""
