@@ -15,7 +15,8 @@ these. In slices (``overlap.tensor = "slices"``) each overlaps with its own prod
 also with a weight's gradient. Without overlap.tensor, `FrameworkProfile.hides_input_grad_comm` decides
 whether the backward's reductions overlap with the weights' gradients.
 
-`expert_costs` has what travels between the ranks that share experts.
+`block_streams` has what the operators between products move, `expert_costs` what travels between the ranks
+that share experts.
 
 Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
 """
@@ -27,6 +28,7 @@ import numpy as np
 
 from myriad.model.config import ModelConfig
 from myriad.model.overlap_parts import num_parts, num_slices
+from myriad.planner.cost.block_streams import BlockStreams, block_streams
 from myriad.planner.cost.collective_costs import (
     all_gather_seconds,
     all_reduce_seconds,
@@ -34,7 +36,7 @@ from myriad.planner.cost.collective_costs import (
     tensor_group,
 )
 from myriad.planner.cost.context_costs import ContextBlock
-from myriad.planner.cost.expert_costs import expert_exchange, expert_streams, score_gather_seconds
+from myriad.planner.cost.expert_costs import expert_exchange, score_gather_seconds
 from myriad.planner.cost.host_costs import host_waits
 from myriad.planner.cost.operator_costs import (
     Number,
@@ -50,7 +52,6 @@ from myriad.planner.cost.product_costs import (
     block_shapes,
     entry_rows,
     product_passes,
-    qkv_width,
     recomputed_products,
 )
 
@@ -80,15 +81,6 @@ whose backward runs out of registers (flash_attn/flash_attn_triton.py; openai/tr
 _FIRST_FLASH_HALF = 8.0
 """Sequences x heads of a rank at which the first FlashAttention, which gives each pair of them one
 multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
-_EAGER_NORM, _EAGER_TURN, _EAGER_GATE = (32.0, 68.0), 16.0, (4.0, 8.0)
-"""Bytes moved for each value, forward and backward, beyond a fused operator's: RMSNorm converts to float32
-(6 bytes), squares (8), averages (4), scales (8), converts back (6) and multiplies by its factors (4); rotary
-positions convert (6), multiply (8) and convert back (6), either way; a gate writes its activation once more.
-In the backward the norm's operators have two inputs each, and gradients of its two uses are summed."""
-_FLOAT32 = 4.0
-"""Bytes of a value in float32."""
-_UNFUSED = 2.2
-"""Passes over memory of the unfused norm, activation and dropout for each pass of the fused ones."""
 
 
 @dataclass(frozen=True)
@@ -134,91 +126,46 @@ def block_times(
     query-key pairs that a rank computes of each sequence in this block, if that is one document.
     ``window``: that of the block; it matters where ranks share sequences, and for packed documents."""
     pairs = pairs * context.attended.of(window)
-    tokens = context.micro_batch * model.sequence
-    share = tokens / context.tp if context.profile.sequence_parallel else tokens
+    tokens, profile = context.micro_batch * model.sequence, context.profile
     products = block_products(model, context, tokens)
-    passes = _UNFUSED if not context.profile.fused else 1.0
-    value, inner = context.value_bytes, tokens * model.active_width / context.tp
-    ups = model.up_matrices
-    qkv = 2 * tokens * qkv_width(model, context) / context.tp * value
-    turned, normed = qkv * (model.position == "rotary"), qkv * (model.qk_norm != "none")
-    normed = normed + (0 if model.latent is None else 2 * tokens * model.latent.normed * value)
-    norms, residuals = (share * model.hidden * each for each in (model.num_branch_norms, model.num_scatters))
-    joined = context.profile.fused_add_norm and not context.cluster.on_cpu
-    added, added_back = (2, 1) if joined else (3, 2)
-    streamed = passes * value * (2 * norms + (ups + 1) * inner) + added * value * residuals + turned + normed
-    backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + added_back * value * residuals
-    backwards = backwards + turned + 2 * normed
-    if context.profile.sums_gradients_apart:
-        biased = (qkv / 2 + value * (ups * inner + 2 * share * model.hidden)) * model.bias
-        backwards = backwards + qkv + biased + value * (2 * norms + residuals)
-    eager = _eager_bytes(model, context, tokens, norms) if context.profile.eager_operators else (0.0, 0.0)
-    streamed, backwards = streamed + eager[0], backwards + eager[1]
-    if context.profile.unpads_attention:  # Gathered, and scattered onto zeros.
-        mixed = tokens * model.mixed_width / context.tp * value
-        streamed, backwards = streamed + qkv + 3 * mixed, backwards + 1.5 * qkv + 2 * mixed
-    wide = 2 * _FLOAT32 * norms if context.profile.norms_in_float32 else 0.0
-    streamed, backwards = streamed + wide, backwards + wide * (3 * _FLOAT32 - value) / (2 * _FLOAT32)
-    if context.repeats_norms:
-        backwards = backwards + passes * value * 2 * norms + wide + value * residuals
-    ordered, ordered_back, ordering = expert_streams(model, context, tokens)
-    streamed, backwards = streamed + ordered, backwards + ordered_back
-    operators = (3 if joined else model.num_branch_norms + 3) * (3 if not context.profile.fused else 1)
+    moved = block_streams(model, context, tokens)
     stream, back = (
-        stream_seconds(context.accelerator, x, operators + ordering) for x in (streamed, backwards)
+        stream_seconds(context.accelerator, num_bytes, moved.operators)
+        for num_bytes in (moved.forward, moved.backward)
     )
     attend, attend_back = _attention(model, context, pairs)
-    again = attend  # Megatron-LM's selective recomputation repeats attention.
+    comm = _tensor(model, context, tokens)
+    again = _repeated(model, context, tokens, moved, attend, comm)
     if context.qk_clip:
         attend = attend + TimeBreakdown(attention=_largest_scores(model, context, pairs))
-    comm, comm_back, rest, gathers = _tensor(model, context, tokens)
-    if context.profile.attention != "plain" and not context.profile.selective_attention:
-        # Myriad's repeats norm and activation outputs.
-        again_bytes = value * (2 * norms + (ups + 1) * inner) + eager[0]
-        remade = stream_seconds(context.accelerator, again_bytes, model.num_branch_norms + 1)
-        multiplied = (
-            recomputed_products(model, context, tokens) if context.profile.selective_products else 0.0
-        )
-        again = TimeBreakdown(multiplied, memory=remade, tensor=gathers)
-    in_turns = (
-        _exposed(model, context, comm, products[0] + attend.attention),
-        _exposed(model, context, comm_back, products[1] + attend_back.attention),
-    )
-    in_slices = _in_slices(model, context, tokens, comm)
-    exposed, exposed_back = _quicker(context, in_turns, in_slices, (comm, comm_back))
-    if context.profile.hides_input_grad_comm:
-        behind = _behind_weights(model, context, comm_back, products[2])
-        exposed_back = np.where(context.overlap_mode, exposed_back, behind)
-    sums = _norm_sums(model, context, tokens)
-    rooms = (
-        np.maximum(0.0, products[0] + attend.attention - comm),
-        np.maximum(0.0, products[1] + attend_back.attention - comm_back),
+    computed = products[0] + attend.attention, products[1] + attend_back.attention
+    exposed, exposed_back = _exposed_comm(model, context, tokens, comm, computed, products[2])
+    rooms: tuple[Number, Number] = (
+        np.maximum(0.0, computed[0] - comm.forward),
+        np.maximum(0.0, computed[1] - comm.backward),
     )
     if context.hides_expert_comm:
-        half = (
-            products[0] + attend.attention + stream + sum(products[1:]) + attend_back.attention + back
-        ) / 2
+        half = (sum(computed) + products[2] + stream + back) / 2
         rooms = half, half
     # Other frameworks cut tensor-parallel products only.
-    parts = _parts(model, context) if context.profile.tensor_parts is None else 1.0
+    parts = _parts(model, context) if profile.tensor_parts is None else 1.0
     travel, travel_back = expert_exchange(model, context, tokens, rooms, parts)
-    shared, shared_back = context_block(model, context, window).exposed(
-        (attend.attention, attend_back.attention)
-    )
-    sums = sums + score_gather_seconds(model, context, tokens)
+    attending = attend.attention, attend_back.attention
+    shared, shared_back = context_block(model, context, window).exposed(attending)
+    sums = _norm_sums(model, context, tokens) + score_gather_seconds(model, context, tokens)
     forward = attend + TimeBreakdown(
         products[0], memory=stream, tensor=exposed + sums, experts=travel, context=shared
     )
     backward = attend_back + TimeBreakdown(
         products[1],
         memory=back,
-        tensor=exposed_back + rest + sums,
+        tensor=exposed_back + comm.rest + sums,
         experts=travel_back,
         context=shared_back,
     )
+    if profile.selective_blocks:
+        again = forward.times(profile.selective_blocks)
     weights = TimeBreakdown(products[2])
-    if context.profile.selective_blocks:
-        again = forward.times(context.profile.selective_blocks)
     held = (model.experts or 0) / context.experts.ep
     wait, wait_back = host_waits(context, "block", forward.total, backward.total + weights.total, held)
     return LayerTimes(
@@ -226,22 +173,42 @@ def block_times(
     )
 
 
-def _eager_bytes(
-    model: ModelConfig, context: LayerContext, tokens: Number, norms: Number
+def _repeated(
+    model: ModelConfig,
+    context: LayerContext,
+    tokens: Number,
+    moved: BlockStreams,
+    attend: TimeBreakdown,
+    comm: "_TensorComm",
+) -> TimeBreakdown:
+    """Return the seconds of what selective recomputation repeats: attention in Megatron-LM, outputs of norms
+    and activations in Myriad, and products in torchtitan."""
+    if context.profile.attention == "plain" or context.profile.selective_attention:
+        return attend
+    remade = stream_seconds(context.accelerator, moved.repeated, model.num_branch_norms + 1)
+    return TimeBreakdown(recomputed_products(model, context, tokens), memory=remade, tensor=comm.gathers)
+
+
+def _exposed_comm(
+    model: ModelConfig,
+    context: LayerContext,
+    tokens: Number,
+    comm: "_TensorComm",
+    computed: tuple[Number, Number],
+    weights: Number,
 ) -> tuple[Number, Number]:
-    """Return the bytes that a block's forward and backward move in addition where norms, rotary positions and
-    gates are operators one by one (`FrameworkProfile.eager_operators`). ``norms``: values that are
-    normalized."""
-    forward = backward = 0.0 * norms
-    if model.norm == "rms":
-        forward, backward = forward + _EAGER_NORM[0] * norms, backward + _EAGER_NORM[1] * norms
-    if model.position == "rotary":
-        turned = tokens * (model.heads + model.num_kv_heads) * model.head_width / context.tp
-        forward, backward = forward + _EAGER_TURN * turned, backward + _EAGER_TURN * turned
-    if model.up_matrices > 1:
-        inner = tokens * model.active_width / context.tp
-        forward, backward = forward + _EAGER_GATE[0] * inner, backward + _EAGER_GATE[1] * inner
-    return forward, backward
+    """Return the exposed seconds of tensor-parallel communication, forward and backward. ``computed``:
+    seconds of products and attention of each; ``weights``: those of the weights' gradients."""
+    in_turns = (
+        _exposed(model, context, comm.forward, computed[0]),
+        _exposed(model, context, comm.backward, computed[1]),
+    )
+    in_slices = _in_slices(model, context, tokens, comm.forward)
+    exposed, exposed_back = _quicker(context, in_turns, in_slices, (comm.forward, comm.backward))
+    if context.profile.hides_input_grad_comm:
+        behind = _behind_weights(model, context, comm.backward, weights)
+        exposed_back = np.where(context.overlap_mode, exposed_back, behind)
+    return exposed, exposed_back
 
 
 def _norm_sums(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
