@@ -94,6 +94,16 @@ def test_notes_say_what_captured_graphs_launch(tmp_path: Path) -> None:
         rows(tmp_path, f"{GOOD},half", header=f"{HEADER},cuda_graphs")
 
 
+@pytest.mark.parametrize("column", ["expert_overlap", "fused_experts", "out_of_memory"])
+def test_a_switch_that_says_neither_yes_nor_no_is_refused(tmp_path: Path, column: str) -> None:
+    with pytest.raises(BadInputError, match=rf"{column}.*yes or no"):
+        rows(tmp_path, f"{GOOD},perhaps", header=f"{HEADER},{column}")
+    if column == "expert_overlap":
+        for said, hides in (("no", False), ("yes", True)):
+            (row,) = rows(tmp_path, f"{GOOD},{said}", header=f"{HEADER},{column}")
+            assert row.works[0].profile.hides_expert_comm == hides
+
+
 def test_notes_fill_cells_and_a_column_wins(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, f"{GOOD}FSDP FULL_SHARD (ZeRO-3)")
     assert row.works[0].layout.zero == 3

@@ -94,7 +94,7 @@ def general_row(
     model = model_of(read, recipes.model)
     gpus = read.whole("gpus")
     used_cluster = recipes.cluster(cluster, gpus) if cluster else cluster_of(read, gpus, recipes.accelerator)
-    works = tuple(_works(read, model, gpus, used))
+    works = tuple(_works(read, model, used_cluster, used))
     memory = _measured_memory(read)
     counted = read.word("flops", used.habits.flops)
     seconds = _seconds(read, works[0], used_cluster, counted, needed=memory is None)
@@ -131,6 +131,7 @@ _PHRASES: Mapping[str, tuple[str, ...]] = {
     "allocated_bytes": (r"(?:real|peak) memory ([\d.]+ Gi?B)",),
 }
 """Phrases of the notes that fill a cell that is empty or has no column; the first that is found counts."""
+_YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "none", "0")
 _ZERO_WORDS = dict.fromkeys(("FULL_SHARD", "HYBRID_SHARD", "HSDP", "FSDP"), 3)
 
 
@@ -160,6 +161,13 @@ class _GeneralCells:
     def number(self, column: str) -> float:
         """Return a number above 0."""
         return self._number(column, None, whole=False)
+
+    def switch(self, column: str) -> bool | None:
+        """Return whether a cell says yes, or notes have its phrase; ``None``: neither."""
+        said = (self.cells.values.get(column) or "").strip().lower()
+        if said not in ("", *_YES, *_NO):
+            raise self.refused(column, "yes or no")
+        return said in _YES if said else self.has(column) or None
 
     def model_keys(self) -> dict[str, Any]:
         """Return the keys of the model that columns of their own give."""
@@ -195,11 +203,13 @@ def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
 # Layout
 
 
-def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framework) -> Iterator[Workload]:
+def _works(
+    read: _GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
+) -> Iterator[Workload]:
     """Yield the workloads that a row may have been. Raises `BadInputError`."""
     profile, value_bytes = profile_of(read, framework.profile), value_bytes_of(read)
     found = False
-    for layout in _layouts(read, model, gpus, framework):
+    for layout in _layouts(read, model, cluster, framework):
         batch = _batch(read, layout)
         if batch % (layout.dp * layout.micro_batch):
             continue
@@ -220,7 +230,10 @@ def _batch(read: _GeneralCells, layout: Layout) -> int:
     return count * layout.dp * layout.micro_batch
 
 
-def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framework) -> Iterator[Layout]:
+def _layouts(
+    read: _GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
+) -> Iterator[Layout]:
+    gpus = cluster.world
     tp, pp, cp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     if gpus % (tp * pp * cp):
         raise read.refused("gpus", f"a multiple of tp x pp x cp = {tp * pp * cp}")
@@ -238,7 +251,7 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     by_layer = zero == 3 and habits.by_layer and pp == 1
     if zero == 3 and (habits.reduce_each or by_layer):
         fixed["reduce"] = "each"
-    group = _shard_group(read) or habits.shard_group
+    group = _shard_group(read, cluster) or habits.shard_group
     if group and zero and group < dp and dp % group == 0:
         fixed["shard_group"] = group
     stages = [model.layers] if by_layer else _stages(read, model, pp, habits.virtual_stages)
@@ -280,14 +293,11 @@ def _zero(read: _GeneralCells, habits: LayoutHabits, pp: int) -> int:
     return int(said)
 
 
-def _shard_group(read: _GeneralCells) -> int | None:
+def _shard_group(read: _GeneralCells, cluster: Cluster) -> int | None:
     """Return the replicas over which a row shards state; ``None``: it does not say. HSDP shards in a node."""
     if read.word("shard_group") in ("HSDP", "HYBRID_SHARD"):
-        return read.whole("gpus_per_node", _GPUS_PER_NODE)
+        return cluster.accelerators_per_node
     return read.whole("shard_group") if read.has("shard_group") else None
-
-
-_GPUS_PER_NODE = 8
 
 
 def _micro_batches(read: _GeneralCells) -> Sequence[int]:
@@ -350,15 +360,9 @@ def _schedule(read: _GeneralCells, stages: int, habits: LayoutHabits) -> dict[st
 
 def _measured_memory(read: _GeneralCells) -> MeasuredMemory | None:
     """Return the measured memory; ``None``: there is none. Raises `BadInputError`."""
-    said = read.word("out_of_memory").lower()
-    if said not in ("", *_YES, *_NO):
-        raise read.refused("out_of_memory", "yes or no")
     allocated, reserved = (_size(read, column) for column in ("allocated_bytes", "reserved_bytes"))
-    found = MeasuredMemory(allocated, reserved, said in _YES)
+    found = MeasuredMemory(allocated, reserved, bool(read.switch("out_of_memory")))
     return None if found == MeasuredMemory() else found
-
-
-_YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
 
 
 def _size(read: _GeneralCells, column: str) -> float | None:

@@ -28,6 +28,9 @@ class RowCells(Protocol):
     def number(self, column: str) -> float:
         """Return a number above 0."""
 
+    def switch(self, column: str) -> bool | None:
+        """Return whether a cell says yes, or notes have its phrase; ``None``: neither."""
+
     def model_keys(self) -> dict[str, Any]:
         """Return the keys of the model that columns of their own give."""
 

@@ -9,7 +9,8 @@ from myriad.planner.workload import FrameworkProfile
 __all__ = ["profile_of", "value_bytes_of"]
 
 _FLOAT32 = ("fp32", "float32")
-_NO_WORDS = ("no", "off", "false", "none")
+_ATTENTION = ("attention", "attn")
+"""Captured graphs that launch what a block has before its tokens travel to experts."""
 
 
 def profile_of(read: RowCells, profile: FrameworkProfile) -> FrameworkProfile:
@@ -18,26 +19,20 @@ def profile_of(read: RowCells, profile: FrameworkProfile) -> FrameworkProfile:
         profile = replace(profile, float8=float8)
     if profile.selective_attention and read.word("recompute").lower() not in ("", "selective"):
         profile = replace(profile, selective_attention=False)  # It names modules.
-    if read.has("expert_overlap"):
-        profile = replace(profile, hides_expert_comm=read.word("expert_overlap") not in _NO_WORDS)
-    if read.has("fused_experts"):
-        profile = replace(profile, fused_expert_mlp=read.word("fused_experts") not in _NO_WORDS)
-    if graphs := _graphs(read):
-        profile = replace(profile, cuda_graphs=graphs == "full", captures_attention=graphs.startswith("att"))
+    if (overlaps := read.switch("expert_overlap")) is not None:
+        profile = replace(profile, hides_expert_comm=overlaps)
+    if (fuses := read.switch("fused_experts")) is not None:
+        profile = replace(profile, fused_expert_mlp=fuses)
+    if graphs := read.word("cuda_graphs").lower():
+        if graphs not in ("full", "none", *_ATTENTION):
+            raise read.refused("cuda_graphs", "full, attention or none")
+        profile = replace(profile, cuda_graphs=graphs == "full", captures_attention=graphs in _ATTENTION)
     return profile
 
 
 def value_bytes_of(read: RowCells) -> int:
     """Return the bytes of a value of the compute type."""
     return 4 if read.word("dtype").lower() in _FLOAT32 else 2
-
-
-def _graphs(read: RowCells) -> str:
-    """Return what captured graphs launch: whole blocks, or what they have before tokens travel to experts."""
-    said = read.word("cuda_graphs").lower()
-    if said and said not in ("full", "attn", "attention", *_NO_WORDS):
-        raise read.refused("cuda_graphs", "full, attention or none")
-    return said
 
 
 def _float8(read: RowCells) -> Literal["tensor", "blocks"] | None:
