@@ -9,7 +9,7 @@ import torch
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import BOTH, Float8, Kind, multiplies_float8, scaled, seen
 from myriad.kernels.gradient import accumulate_product
-from myriad.planner.cost.float8_costs import operand_bytes
+from myriad.planner.cost.quantization_costs import operand_bytes
 
 __all__ = ["KINDS", "makers", "moved_bytes", "products"]
 

@@ -74,7 +74,7 @@ class TrainingCase:
 
     def work(self) -> Workload:
         """One iteration, for the planner."""
-        practice = FrameworkProfile(float8=float8_scaling(self.precision), cuda_graphs=self.cuda_graphs)
+        practice = FrameworkProfile(quantization=float8_scaling(self.precision), cuda_graphs=self.cuda_graphs)
         layout = Layout(micro_batch=self.micro_batch)
         return Workload(self.model, layout, self.rows, profile=practice)
 

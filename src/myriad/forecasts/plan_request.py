@@ -151,7 +151,9 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
     return replace(
         problem,
         framework=framework.name,
-        profile=replace(framework.profile, float8=own.float8, keeps_float8=own.keeps_float8),
+        profile=replace(
+            framework.profile, quantization=own.quantization, keeps_quantized=own.keeps_quantized
+        ),
         overlap=framework.overlap,
         searches_overlap=False,
         searches_pairs=False,

@@ -218,7 +218,9 @@ def framework_profile_of(job: Job) -> FrameworkProfile:
     keeps = job.train.keep_float8_weights
     graphs = job.train.cuda_graphs
     fused = job.train.kernels != "plain"
-    return FrameworkProfile(fused_add_norm=fused, float8=scaling, keeps_float8=keeps, cuda_graphs=graphs)
+    return FrameworkProfile(
+        fused_add_norm=fused, quantization=scaling, keeps_quantized=keeps, cuda_graphs=graphs
+    )
 
 
 def snapshot_schedule_of(job: Job) -> SnapshotSchedule:

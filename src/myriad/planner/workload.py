@@ -51,17 +51,17 @@ class FrameworkProfile:
     hides_input_grad_comm: bool = False
     """Whether one all-reduce or reduce-scatter of each backward, that of an input's gradient, overlaps with
     the weight's gradient where tensor-parallel communication is not cut in parts."""
-    float8: Literal["tensor", "blocks"] | None = None
+    quantization: Literal["tensor", "blocks"] | None = None
     """Scaling of the blocks' float8 products: one scale for a whole matrix, or one for each block
     (`myriad.planner.cost.operator_costs`)."""
-    keeps_float8: bool = True
+    keeps_quantized: bool = True
     """Whether a weight is converted to float8 once a step instead of for each micro-batch, where ZeRO 3 does
     not free it."""
-    float8_gathers: bool = False
+    gathers_quantized: bool = False
     """Whether what tensor-parallel ranks gather for a float8 product is converted before, and travels in
     float8, as in Transformer Engine. With a scale for each block, gradients travel in both forms. It
     describes other systems."""
-    keeps_float8_inputs: bool = False
+    keeps_quantized_inputs: bool = False
     """Whether the float8 form of a product's input is kept for the weight's gradient, as in Transformer
     Engine, instead of being made again from the input. It describes other systems."""
     knows_float8_scales: bool = False
@@ -336,10 +336,10 @@ class Workload:
         return max(self.micro_batches_per_replica)
 
     @property
-    def float8_kept_over(self) -> int:
+    def quantized_kept_over(self) -> int:
         """Number of micro-batches for which a weight is converted to float8 once; 1: for each."""
         profile = self.profile
-        keeps = profile.float8 is not None and profile.keeps_float8 and not profile.cuda_graphs
+        keeps = profile.quantization is not None and profile.keeps_quantized and not profile.cuda_graphs
         return self.num_micro_batches if keeps and self.layout.zero < 3 else 1
 
     @property

@@ -21,7 +21,7 @@ from myriad.kernels.linear import linear
 from myriad.kernels.triton.float8_kernels import add_product_of_blocks, product_of_blocks
 from myriad.kernels.triton.scaling import largest
 from myriad.kernels.triton.scaling import scaled as scaled_in_triton
-from myriad.planner.cost.float8_costs import float8_traffic
+from myriad.planner.cost.quantization_costs import float8_traffic
 
 TYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 KINDS: list[Kind] = ["tensor", "lines", "squares"]

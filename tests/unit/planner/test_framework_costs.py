@@ -1,6 +1,7 @@
 """If these fail, what only other frameworks do changes Myriad's predictions, or does not change theirs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -125,9 +126,9 @@ def test_selective_recomputation_may_repeat_products_or_blocks() -> None:
     norms = seconds(selective, on) - seconds(none, on)
     second = seconds(selective, on, selective_products=True) - seconds(none, on)
     assert norms + 0.2 * most < second < 0.7 * most
-    float8 = {"float8": "tensor", "selective_products": True}
-    in_float8 = seconds(selective, on, **float8) - seconds(none, on, float8="tensor")
-    assert in_float8 > 0.5 * (seconds(full, on, float8="tensor") - seconds(none, on, float8="tensor"))
+    float8 = partial(seconds, on=on, quantization="tensor")
+    in_float8 = float8(selective, selective_products=True) - float8(none)
+    assert in_float8 > 0.5 * (float8(full) - float8(none))
     half = seconds(selective, on, selective_blocks=0.5) - seconds(none, on)
     assert half == pytest.approx(most / 2, rel=0.1)
 
@@ -220,7 +221,7 @@ def test_biases_of_experts_are_passes_of_their_own_where_they_are_not_fused() ->
 def test_a_kernel_that_computes_all_of_the_experts_moves_less() -> None:
     layout, on = Layout(dp=8, ep=8), cluster(8)
     saved = seconds(layout, on, MOE) - seconds(layout, on, MOE, fused_expert_mlp=True)
-    converted = {"float8": "blocks"}
+    converted = {"quantization": "blocks"}
     more = seconds(layout, on, MOE, **converted) - seconds(
         layout, on, MOE, fused_expert_mlp=True, **converted
     )

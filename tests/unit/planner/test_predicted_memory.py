@@ -177,13 +177,13 @@ def test_a_matrix_that_is_orthogonalized_has_one_moment(keys: dict[str, Any], sa
 @pytest.mark.parametrize(
     ("layout", "global_batch", "profile", "kept"),
     [
-        (Layout(), 8, FrameworkProfile(float8="tensor"), True),
-        (Layout(tp=2, pp=2, virtual_stages=2), 8, FrameworkProfile(float8="blocks"), True),
-        (Layout(dp=2, zero=2), 8, FrameworkProfile(float8="tensor"), True),
-        (Layout(dp=2, zero=3), 8, FrameworkProfile(float8="tensor"), False),
-        (Layout(), 1, FrameworkProfile(float8="tensor"), False),
-        (Layout(), 8, FrameworkProfile(float8="tensor", keeps_float8=False), False),
-        (Layout(), 8, FrameworkProfile(float8="tensor", cuda_graphs=True), False),
+        (Layout(), 8, FrameworkProfile(quantization="tensor"), True),
+        (Layout(tp=2, pp=2, virtual_stages=2), 8, FrameworkProfile(quantization="blocks"), True),
+        (Layout(dp=2, zero=2), 8, FrameworkProfile(quantization="tensor"), True),
+        (Layout(dp=2, zero=3), 8, FrameworkProfile(quantization="tensor"), False),
+        (Layout(), 1, FrameworkProfile(quantization="tensor"), False),
+        (Layout(), 8, FrameworkProfile(quantization="tensor", keeps_quantized=False), False),
+        (Layout(), 8, FrameworkProfile(quantization="tensor", cuda_graphs=True), False),
         (Layout(), 8, FrameworkProfile(), False),
     ],
     ids=str,
@@ -191,7 +191,7 @@ def test_a_matrix_that_is_orthogonalized_has_one_moment(keys: dict[str, Any], sa
 def test_float8_forms_of_weights_that_are_kept_take_two_bytes_a_parameter(
     layout: Layout, global_batch: int, profile: FrameworkProfile, kept: bool
 ) -> None:
-    each = Workload(GPT, layout, global_batch, profile=replace(profile, keeps_float8=False))
+    each = Workload(GPT, layout, global_batch, profile=replace(profile, keeps_quantized=False))
     once = replace(each, profile=profile)
     blocks = GPT.layers // layout.pp * float(layer_elements(GPT, "block", layout.tp))
     for one, other in zip(memory_of_ranks(once), memory_of_ranks(each), strict=True):

@@ -99,7 +99,7 @@ def _fused_streams(model: ModelConfig, context: LayerContext, values: Number) ->
     its gradients, apart from what was kept; conversions to float8 read nothing."""
     if not context.profile.fused_expert_mlp:
         return 0.0, 0.0
-    ups, converts = model.up_matrices, context.profile.float8 is not None
+    ups, converts = model.up_matrices, context.profile.quantization is not None
     inner = _inner(model, context, values) * context.value_bytes
     return inner * (ups + 1 + converts), inner * (ups + 1 + (ups + 1) * converts)
 

@@ -278,9 +278,9 @@ def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> _Tenso
         both = scatters * all_reduce_seconds(group, num_bytes)
         return _TensorComm(both, both, 0.0, 0.0)
     one, inputs, grads = all_gather_seconds(group, num_bytes), num_bytes, num_bytes
-    if context.gathers_float8:
+    if context.gathers_quantized:
         inputs = num_bytes / context.value_bytes
-        grads = inputs if profile.float8 == "tensor" else 2 * inputs
+        grads = inputs if profile.quantization == "tensor" else 2 * inputs
     entering, leaving = gathers * all_gather_seconds(group, inputs), scatters * one
     entering_back, leaving_back = scatters * all_gather_seconds(group, grads), gathers * one
     part = 2 * _part_gather_seconds(model, context, num_bytes)

@@ -86,7 +86,7 @@ class Costs:
             workload.value_bytes,
             overlap,
             OVERLAP_MODES[None if overlap.pairs else overlap.tensor],
-            workload.float8_kept_over,
+            workload.quantized_kept_over,
             workload.qk_clip,
             ExpertGrid.of(layout, replica_stride, exchange_slowdown.tokens),
             ContextGrid.of(layout, exchange_slowdown.context),

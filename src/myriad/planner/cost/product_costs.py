@@ -14,18 +14,18 @@ from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
 from myriad.planner.cost.context_costs import ONE_RANK_OF_CONTEXT, ContextGrid
 from myriad.planner.cost.expert_ranks import ONE_RANK, ExpertGrid
-from myriad.planner.cost.float8_costs import (
-    Float8Library,
-    Float8Traffic,
-    Gathered,
-    float8_traffic,
-    library_traffic,
-)
 from myriad.planner.cost.operator_costs import (
     Number,
     matmul_seconds,
     stream_seconds,
     weights_seconds,
+)
+from myriad.planner.cost.quantization_costs import (
+    Gathered,
+    QuantizationLibrary,
+    QuantizationTraffic,
+    float8_traffic,
+    library_traffic,
 )
 from myriad.planner.workload import FULL_WINDOWS, AttendedShares, FrameworkProfile
 from myriad.program.config import OverlapConfig
@@ -62,7 +62,7 @@ class LayerContext:
     overlap: OverlapConfig
     overlap_mode: Number
     """How tensor-parallel communication overlaps with compute: a value of `OVERLAP_MODES`; 0: no overlap."""
-    float8_kept_over: int = 1
+    quantized_kept_over: int = 1
     """Micro-batches for which a weight is converted to float8 once, as in `myriad.planner.workload.Workload`;
     the search's closed form has 1."""
     qk_clip: bool = False
@@ -97,12 +97,12 @@ class LayerContext:
         return self.profile.gathers_arrived and self.experts.ep > 1 and self.experts.expert_tp > 1
 
     @property
-    def gathers_float8(self) -> bool:
+    def gathers_quantized(self) -> bool:
         """Whether tensor-parallel ranks gather in float8. With scales for blocks, only Blackwell's form can
         be gathered (Transformer Engine v2.4, layernorm_linear.py: force_hp_blockwise_ln_out_gather)."""
         profile = self.profile
-        whole = profile.float8 == "tensor" or self.accelerator.float8_any_order
-        return profile.float8 is not None and profile.float8_gathers and whole
+        whole = profile.quantization == "tensor" or self.accelerator.float8_any_order
+        return profile.quantization is not None and profile.gathers_quantized and whole
 
     def routed(self, tokens: Number) -> Number:
         """Return the tokens that this rank routes to experts, of so many in a micro-batch."""
@@ -177,7 +177,7 @@ def recomputed_products(model: ModelConfig, context: LayerContext, tokens: Numbe
         return 0.0
     entry, leaving, *mlp = block_shapes(model, context)
     own = [entry, leaving, *mlp[:1]]
-    if not context.profile.float8:
+    if not context.profile.quantization:
         width = max(1, model.up_matrices)
         own = [(entry[0] * model.num_kv_heads / (model.heads + 2 * model.num_kv_heads), entry[1]), leaving]
         own += [(rows / width, columns) for rows, columns in mlp[:1] if width > 1]
@@ -195,7 +195,7 @@ def product_passes(
     """Return the seconds of the three passes for the matrices ``[out, in]`` given. ``num_in_kernel``: as for
     `matmul_seconds`. ``num_cut``: number of the first of them that tensor-parallel ranks cut, the first along
     its outputs, the next along its inputs, and so on in turn."""
-    if context.profile.float8 and context.accelerator.float8_flops_per_second:
+    if context.profile.quantization and context.accelerator.float8_flops_per_second:
         return _in_float8(context, tokens, shapes, num_in_kernel, num_cut)
     return three_passes(context, tokens, shapes, num_in_kernel=num_in_kernel)
 
@@ -265,7 +265,7 @@ def _in_float8(
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of the three passes at the float8 rate, including the extra memory traffic of
     float8."""
-    scaling, accelerator, value = context.profile.float8, context.accelerator, context.value_bytes
+    scaling, accelerator, value = context.profile.quantization, context.accelerator, context.value_bytes
     assert scaling is not None
     quick = {
         "peak_flops_per_second": accelerator.float8_flops_per_second,
@@ -289,21 +289,21 @@ def _in_float8(
 
 def _float8_traffic(
     context: LayerContext, tokens: Number, n: Number, k: Number, apart: bool, gathers: Gathered | None
-) -> tuple[Float8Traffic, Float8Traffic, Float8Traffic]:
+) -> tuple[QuantizationTraffic, QuantizationTraffic, QuantizationTraffic]:
     """Return the traffic of float8 of a matrix ``[n, k]``. ``apart``: another pass adds its gradient.
     ``gathers``: what tensor-parallel ranks gather for it."""
     profile, value = context.profile, context.value_bytes
-    x, grad, weight, kept_over = tokens * k, tokens * n, n * k, context.float8_kept_over
-    assert profile.float8 is not None
+    x, grad, weight, kept_over = tokens * k, tokens * n, n * k, context.quantized_kept_over
+    assert profile.quantization is not None
     sum_bytes = 0 if profile.parameter_copy_bytes else profile.gradient_bytes
-    if not profile.keeps_float8_inputs:
-        return float8_traffic(profile.float8, value, x, grad, weight, sum_bytes, kept_over, apart=apart)
-    library = Float8Library(
-        profile.float8,
+    if not profile.keeps_quantized_inputs:
+        return float8_traffic(profile.quantization, value, x, grad, weight, sum_bytes, kept_over, apart=apart)
+    library = QuantizationLibrary(
+        profile.quantization,
         value,
         profile.knows_float8_scales,
         context.accelerator.float8_any_order,
-        context.tp if profile.sequence_parallel and context.gathers_float8 else 1.0,
+        context.tp if profile.sequence_parallel and context.gathers_quantized else 1.0,
     )
     added = float(value + 2 * sum_bytes) if apart else 0.0
     return library_traffic(library, x, grad, weight, added, kept_over, gathers)

@@ -395,7 +395,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number, Number]:
         values = np.where(zero == 3, b * (part + held), values)
         bucket = where.profile.gradient_bytes * (2 * keys.bucket_elements + largest)
         sums = np.where(zero == 3, bucket + (where.profile.gradient_bytes + 4) * part, sums)
-    keeps = where.profile.float8 is not None and where.profile.keeps_float8
+    keeps = where.profile.quantization is not None and where.profile.keeps_quantized
     keeps = keeps and not where.profile.cuda_graphs
     forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), 2.0, 0.0)
     weights = values + master + forms * where.blocks * block

@@ -201,7 +201,7 @@ class StageMemory:
     def float8_forms(self, stage: int) -> float:
         """Return the bytes of a stage's float8 weights that are kept from one micro-batch to the next; 0:
         they are converted for each."""
-        if self.workload.float8_kept_over == 1:
+        if self.workload.quantized_kept_over == 1:
             return 0.0
         return 2.0 * sum(self._elements(layer) for layer in self.layers[stage] if self.kind(layer) == "block")
 

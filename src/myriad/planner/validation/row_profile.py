@@ -16,7 +16,7 @@ _ATTENTION = ("attention", "attn")
 def profile_of(read: RowCells, profile: FrameworkProfile) -> FrameworkProfile:
     """Return the profile of a row. Raises `BadInputError`."""
     if float8 := _float8(read):
-        profile = replace(profile, float8=float8)
+        profile = replace(profile, quantization=float8)
     if profile.selective_attention and read.word("recompute").lower() not in ("", "selective"):
         profile = replace(profile, selective_attention=False)  # It names modules.
     if (overlaps := read.switch("expert_overlap")) is not None:

@@ -28,9 +28,9 @@ import numpy as np
 from myriad.planner.cost.operator_costs import Number
 
 __all__ = [
-    "Float8Library",
-    "Float8Traffic",
     "Gathered",
+    "QuantizationLibrary",
+    "QuantizationTraffic",
     "Scaling",
     "float8_traffic",
     "library_traffic",
@@ -48,19 +48,19 @@ _SCALE_BYTES = {
 }
 
 
-class Float8Traffic(NamedTuple):
+class QuantizationTraffic(NamedTuple):
     """Memory traffic of float8 in one pass of one weight."""
 
     num_bytes: Number
     operators: Number
 
-    def plus(self, other: "Float8Traffic") -> "Float8Traffic":
+    def plus(self, other: "QuantizationTraffic") -> "QuantizationTraffic":
         """Return the traffic of both."""
-        return Float8Traffic(self.num_bytes + other.num_bytes, self.operators + other.operators)
+        return QuantizationTraffic(self.num_bytes + other.num_bytes, self.operators + other.operators)
 
-    def times(self, factor: float) -> "Float8Traffic":
+    def times(self, factor: float) -> "QuantizationTraffic":
         """Return the traffic of so many."""
-        return Float8Traffic(self.num_bytes * factor, self.operators * factor)
+        return QuantizationTraffic(self.num_bytes * factor, self.operators * factor)
 
 
 def operand_bytes(kind: str, value_bytes: int, num_forms: int, *, searched: bool) -> float:
@@ -79,7 +79,7 @@ def float8_traffic(
     kept_over: int = 1,
     *,
     apart: bool = True,
-) -> tuple[Float8Traffic, Float8Traffic, Float8Traffic]:
+) -> tuple[QuantizationTraffic, QuantizationTraffic, QuantizationTraffic]:
     """Return the traffic of forward, input gradient and weight gradient. ``x``, ``grad``, ``weight``: numbers
     of values. ``kept_over``: micro-batches for which a weight is converted to float8 once; the result is
     their mean. ``apart``: with one scale, another pass than the product adds a weight's gradient."""
@@ -98,14 +98,14 @@ def float8_traffic(
         of_weight = operand_bytes(squares, value_bytes, 2, searched=whole) / kept_over
         again, in_forward, in_backward = 0.0, casts / kept_over, 0.0
     return (
-        Float8Traffic(new * x + of_weight * weight, of_x + in_forward),
-        Float8Traffic(both * grad + again * weight, (2 if whole else 1) + in_backward),
-        Float8Traffic(known * x + added, 2 if apart else 1),
+        QuantizationTraffic(new * x + of_weight * weight, of_x + in_forward),
+        QuantizationTraffic(both * grad + again * weight, (2 if whole else 1) + in_backward),
+        QuantizationTraffic(known * x + added, 2 if apart else 1),
     )
 
 
 @dataclass(frozen=True)
-class Float8Library:
+class QuantizationLibrary:
     """How a library that keeps float8 inputs converts them."""
 
     scaling: Scaling
@@ -127,45 +127,45 @@ class Float8Library:
         """Forms of a matrix that two products need."""
         return 1 if self.scaling == "tensor" and self.any_order else 2
 
-    def converted(self, values: Number, num_forms: int) -> Float8Traffic:
+    def converted(self, values: Number, num_forms: int) -> QuantizationTraffic:
         """Return the traffic of a conversion."""
         kind = "tensor" if self.scaling == "tensor" else "lines"
         searched = self.scaling == "tensor" and not self.known_scales
         each = operand_bytes(kind, self.value_bytes, num_forms, searched=searched)
-        return Float8Traffic(each * values, 2 if searched else 1)
+        return QuantizationTraffic(each * values, 2 if searched else 1)
 
-    def gathered(self, values: Number) -> Float8Traffic:
+    def gathered(self, values: Number) -> QuantizationTraffic:
         """Return the traffic of a conversion before ranks gather the matrix."""
         num_forms = 1 if self.scaling == "tensor" else 2
         return self.converted(values / self.gather_ranks, num_forms)
 
-    def transposed(self, values: Number) -> Float8Traffic:
+    def transposed(self, values: Number) -> QuantizationTraffic:
         """Return the traffic of the transposed form of a gathered matrix."""
         if self.scaling == "blocks" or self.any_order:
-            return Float8Traffic(0.0, 0.0)
-        return Float8Traffic(2.0 * values, 1)
+            return QuantizationTraffic(0.0, 0.0)
+        return QuantizationTraffic(2.0 * values, 1)
 
 
 def library_traffic(
-    library: Float8Library,
+    library: QuantizationLibrary,
     x: Number,
     grad: Number,
     weight: Number,
     added: float,
     kept_over: int,
     gathers: Gathered | None = None,
-) -> tuple[Float8Traffic, Float8Traffic, Float8Traffic]:
+) -> tuple[QuantizationTraffic, QuantizationTraffic, QuantizationTraffic]:
     """Return the traffic of forward, input gradient and weight gradient. ``x``, ``grad``, ``weight``: numbers
     of values. ``added``: bytes that another pass than the product moves for each value of the weight to add
     its gradient. ``kept_over``: as for `float8_traffic`. ``gathers``: the matrix that ranks gather."""
     forward, inputs = (library.converted(each, library.num_forms) for each in (x, grad))
-    weights = Float8Traffic(added * weight, 1 if added else 0)
+    weights = QuantizationTraffic(added * weight, 1 if added else 0)
     if gathers == "x":
-        forward = Float8Traffic(0.0, 0.0) if library.norms_convert else library.gathered(x)
+        forward = QuantizationTraffic(0.0, 0.0) if library.norms_convert else library.gathered(x)
         weights = weights.plus(library.transposed(x))
     elif gathers == "grad":
         among = library.gathered(grad).plus(library.transposed(grad))
         shared = np.asarray(library.gather_ranks) > 1
-        inputs = Float8Traffic(*(np.where(shared, *both) for both in zip(among, inputs, strict=True)))
+        inputs = QuantizationTraffic(*(np.where(shared, *both) for both in zip(among, inputs, strict=True)))
     once = library.converted(weight, library.num_forms)
     return forward.plus(once.times(1 / kept_over)), inputs, weights

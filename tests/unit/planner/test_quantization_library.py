@@ -7,9 +7,9 @@ import pytest
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.cost.float8_costs import Float8Library, library_traffic
 from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.product_costs import LayerContext
+from myriad.planner.cost.quantization_costs import QuantizationLibrary, library_traffic
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster
@@ -21,7 +21,7 @@ X, GRAD, WEIGHT = 1e6, 2e6, 4e6
 
 
 def times(cluster: Cluster, tp: float = 8.0, **changed: object) -> LayerTimes:
-    profile = replace(load_framework("megatron-core").profile, float8="tensor")
+    profile = replace(load_framework("megatron-core").profile, quantization="tensor")
     profile = replace(profile, **changed)  # type: ignore[arg-type]
     return block_times(MODEL, LayerContext(cluster, profile, tp, 1.0, 2, OverlapConfig(), 0.0), 1e7)
 
@@ -49,7 +49,7 @@ def test_a_library_converts_each_matrix_once(
     gathers: Literal["x", "grad"] | None,
     expected: tuple[float, float, float],
 ) -> None:
-    library = Float8Library(scaling, 2, known, any_order, 4.0)
+    library = QuantizationLibrary(scaling, 2, known, any_order, 4.0)
     found = library_traffic(library, X, GRAD, WEIGHT, 0.0, 1, gathers)
     assert [float(one.num_bytes) for one in found] == pytest.approx(expected)
     kept = library_traffic(library, X, GRAD, WEIGHT, 10.0, 2, gathers)
@@ -60,7 +60,7 @@ def test_a_library_converts_each_matrix_once(
 
 
 def test_gathers_in_float8_send_half_and_reductions_the_same() -> None:
-    half, whole = times(HOPPER), times(HOPPER, float8_gathers=False)
+    half, whole = times(HOPPER), times(HOPPER, gathers_quantized=False)
     for name in ("forward", "backward_input"):
         found, before = (getattr(one, name).tensor for one in (half, whole))
         assert 0.7 * before < found < 0.82 * before
@@ -68,15 +68,17 @@ def test_gathers_in_float8_send_half_and_reductions_the_same() -> None:
 
 def test_blocks_are_gathered_in_float8_on_blackwell_alone() -> None:
     for cluster, is_less in ((HOPPER, False), (BLACKWELL, True)):
-        half, whole = (times(cluster, float8="blocks", float8_gathers=one) for one in (True, False))
+        half, whole = (times(cluster, quantization="blocks", gathers_quantized=one) for one in (True, False))
         assert (half.forward.tensor < 0.9 * whole.forward.tensor) == is_less
         assert half.backward_input.tensor == pytest.approx(whole.backward_input.tensor, rel=0.1)
 
 
 def test_without_float8_nothing_changes() -> None:
-    sets = {"float8_gathers": False, "keeps_float8_inputs": False, "knows_float8_scales": False}
-    assert times(HOPPER, float8=None) == times(HOPPER, float8=None, **sets, adds_float8_apart=True)
-    assert not FrameworkProfile().float8_gathers, "Myriad gathers in the compute type"
+    sets = {"gathers_quantized": False, "keeps_quantized_inputs": False, "knows_float8_scales": False}
+    assert times(HOPPER, quantization=None) == times(
+        HOPPER, quantization=None, **sets, adds_float8_apart=True
+    )
+    assert not FrameworkProfile().gathers_quantized, "Myriad gathers in the compute type"
 
 
 @pytest.mark.parametrize("cluster", [HOPPER, BLACKWELL], ids=["H100", "GB200"])
@@ -87,7 +89,7 @@ def test_products_in_float8_reach_the_share_that_was_measured(cluster: Cluster) 
         update={"accelerator": cluster.accelerator.model_copy(update={"float8_achievable_ratio": None})}
     )
     assert times(cluster).forward.matmul > times(quick).forward.matmul
-    assert times(cluster, float8=None) == times(quick, float8=None)
+    assert times(cluster, quantization=None) == times(quick, quantization=None)
 
 
 def test_each_generation_has_the_rate_of_its_own_attention() -> None:
