@@ -152,7 +152,9 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         problem,
         framework=framework.name,
         profile=replace(
-            framework.profile, quantization=own.quantization, keeps_quantized=own.keeps_quantized
+            framework.profile,
+            quantization=framework.profile.quantization or own.quantization,
+            keeps_quantized=own.keeps_quantized,
         ),
         overlap=framework.overlap,
         searches_overlap=False,

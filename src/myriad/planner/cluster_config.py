@@ -60,6 +60,9 @@ class Accelerator(Config):
     float8_flops_per_second: float | None = Field(None, ge=1, le=1e21)
     """Peak of dense matrix products in float8; off: it has no such instructions, and computes as in
     bfloat16."""
+    float4_flops_per_second: float | None = Field(None, ge=1, le=1e21)
+    """Peak of dense matrix products in four-bit floats with a scale for 16 neighbours (NVFP4); off: it has no
+    such instructions, and computes as in bfloat16."""
     float8_any_order: bool = False
     """Whether its float8 products take matrices in any order of memory (Blackwell: Transformer Engine's
     nvte_is_non_tn_fp8_gemm_supported), so that a library needs no transposed form."""
@@ -73,6 +76,8 @@ class Accelerator(Config):
     float8_achievable_ratio: float | None = Field(None, gt=0, le=1)
     """The same of products in float8, which draw more power: 0.71 on H100, 0.73 on H200, 0.76 on B200
     (measured by others, 1,403, 1,453 and 3,433 TFLOP/s); off: achievable_ratio."""
+    float4_achievable_ratio: float | None = Field(None, gt=0, le=1)
+    """The same of products in NVFP4; off: float8_achievable_ratio."""
     memory_bytes: Size
     """The accelerator's own memory."""
     memory_bytes_per_second: Rate

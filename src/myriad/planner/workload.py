@@ -51,19 +51,19 @@ class FrameworkProfile:
     hides_input_grad_comm: bool = False
     """Whether one all-reduce or reduce-scatter of each backward, that of an input's gradient, overlaps with
     the weight's gradient where tensor-parallel communication is not cut in parts."""
-    quantization: Literal["tensor", "blocks"] | None = None
-    """Scaling of the blocks' float8 products: one scale for a whole matrix, or one for each block
-    (`myriad.planner.cost.operator_costs`)."""
+    quantization: Literal["tensor", "blocks", "nvfp4"] | None = None
+    """Format of the inputs of the blocks' matrix products: float8 with one scale for a whole matrix or one
+    for each block, or NVFP4 (`myriad.planner.cost.quantization_costs`); off: the compute type."""
     keeps_quantized: bool = True
-    """Whether a weight is converted to float8 once a step instead of for each micro-batch, where ZeRO 3 does
-    not free it."""
+    """Whether a weight is converted once a step instead of for each micro-batch, where ZeRO 3 does not free
+    it."""
     gathers_quantized: bool = False
-    """Whether what tensor-parallel ranks gather for a float8 product is converted before, and travels in
-    float8, as in Transformer Engine. With a scale for each block, gradients travel in both forms. It
-    describes other systems."""
+    """Whether what tensor-parallel ranks gather for a product is converted before, and travels in its format,
+    as in Transformer Engine. Unless a matrix has one scale, gradients travel in both forms. It describes
+    other systems."""
     keeps_quantized_inputs: bool = False
-    """Whether the float8 form of a product's input is kept for the weight's gradient, as in Transformer
-    Engine, instead of being made again from the input. It describes other systems."""
+    """Whether the converted form of a product's input is kept for the weight's gradient, as in Transformer
+    Engine, instead of being made again from the input; in NVFP4 it always is. It describes other systems."""
     knows_float8_scales: bool = False
     """Whether the scale of a whole matrix follows from earlier steps (delayed scaling), so that no pass
     searches the largest value before, and a norm writes float8 itself. It describes other systems."""
@@ -337,7 +337,7 @@ class Workload:
 
     @property
     def quantized_kept_over(self) -> int:
-        """Number of micro-batches for which a weight is converted to float8 once; 1: for each."""
+        """Number of micro-batches for which a weight is converted once; 1: for each."""
         profile = self.profile
         keeps = profile.quantization is not None and profile.keeps_quantized and not profile.cuda_graphs
         return self.num_micro_batches if keeps and self.layout.zero < 3 else 1

@@ -279,6 +279,8 @@ def test_the_accelerator_of_torchtitan_s_tables_is_the_one_that_they_describe(tm
     assert row.framework == "torchtitan-eager"
     (row,) = rows(tmp_path, f"{GOOD}float8 rowwise,torchtitan", header=header)
     assert row.framework == "torchtitan-rowwise"
+    (row,) = rows(tmp_path, f"{GOOD},NVIDIA-NeMo/Megatron-Bridge@1,nvfp4", header=f"{header},dtype")
+    assert (row.framework, row.works[0].profile.quantization) == ("megatron-bridge-nvfp4", "nvfp4")
     (row,) = rows(tmp_path, f"{GOOD}HSDP,fms-fsdp".replace(",16,", ",32,"), header=header)
     assert (row.works[0].layout.zero, row.works[0].layout.shard_group) == (3, 8)
     for stages, zero in ((1, 3), (2, 2)):

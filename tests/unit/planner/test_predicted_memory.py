@@ -180,6 +180,7 @@ def test_a_matrix_that_is_orthogonalized_has_one_moment(keys: dict[str, Any], sa
         (Layout(), 8, FrameworkProfile(quantization="tensor"), True),
         (Layout(tp=2, pp=2, virtual_stages=2), 8, FrameworkProfile(quantization="blocks"), True),
         (Layout(dp=2, zero=2), 8, FrameworkProfile(quantization="tensor"), True),
+        (Layout(dp=2, zero=2), 8, FrameworkProfile(quantization="nvfp4"), True),
         (Layout(dp=2, zero=3), 8, FrameworkProfile(quantization="tensor"), False),
         (Layout(), 1, FrameworkProfile(quantization="tensor"), False),
         (Layout(), 8, FrameworkProfile(quantization="tensor", keeps_quantized=False), False),
@@ -188,12 +189,13 @@ def test_a_matrix_that_is_orthogonalized_has_one_moment(keys: dict[str, Any], sa
     ],
     ids=str,
 )
-def test_float8_forms_of_weights_that_are_kept_take_two_bytes_a_parameter(
+def test_converted_forms_of_weights_that_are_kept_take_their_bytes(
     layout: Layout, global_batch: int, profile: FrameworkProfile, kept: bool
 ) -> None:
     each = Workload(GPT, layout, global_batch, profile=replace(profile, keeps_quantized=False))
     once = replace(each, profile=profile)
-    blocks = GPT.layers // layout.pp * float(layer_elements(GPT, "block", layout.tp))
+    each_form = 9 / 16 if profile.quantization == "nvfp4" else 1
+    blocks = each_form * (GPT.layers // layout.pp) * float(layer_elements(GPT, "block", layout.tp))
     for one, other in zip(memory_of_ranks(once), memory_of_ranks(each), strict=True):
         assert one.weights - other.weights == (2 * blocks if kept else 0)
         assert one.total - other.total == pytest.approx(2 * blocks if kept else 0)

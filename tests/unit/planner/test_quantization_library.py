@@ -1,7 +1,7 @@
-"""If these fail, float8 of other frameworks is predicted as Myriad's: converted and sent more often."""
+"""If these fail, float8 and NVFP4 of other frameworks are converted and sent more often than they are."""
 
 from dataclasses import replace
-from typing import Literal
+from functools import partial
 
 import pytest
 
@@ -9,7 +9,12 @@ from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.product_costs import LayerContext
-from myriad.planner.cost.quantization_costs import QuantizationLibrary, library_traffic
+from myriad.planner.cost.quantization_costs import (
+    Gathered,
+    Quantization,
+    QuantizationLibrary,
+    library_traffic,
+)
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster
@@ -27,7 +32,7 @@ def times(cluster: Cluster, tp: float = 8.0, **changed: object) -> LayerTimes:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "known", "any_order", "gathers", "expected"),
+    ("quantization", "known", "any_order", "gathers", "expected"),
     [
         # Two bytes are read, twice if the largest value is searched, and one is written for each form.
         ("tensor", False, False, None, (6 * X + 6 * WEIGHT, 6 * GRAD, 0.0)),
@@ -40,16 +45,19 @@ def times(cluster: Cluster, tp: float = 8.0, **changed: object) -> LayerTimes:
         ("tensor", True, True, "grad", (3 * X + 3 * WEIGHT, 3 / 4 * GRAD, 0.0)),
         # Scales of 32 neighbours take a 32nd of a byte a value, and both forms are written.
         ("blocks", True, True, "x", (4.0625 * (X / 4 + WEIGHT), 4.0625 * GRAD, 0.0)),
+        # NVFP4: the largest values are searched; each form has half a byte and a 16th of a scale's byte.
+        ("nvfp4", False, True, None, (5.125 * (X + WEIGHT), 5.125 * GRAD, 0.0)),
+        ("nvfp4", True, True, "grad", (5.125 * (X + WEIGHT), 5.125 / 4 * GRAD, 0.0)),
     ],
 )
 def test_a_library_converts_each_matrix_once(
-    scaling: Literal["tensor", "blocks"],
+    quantization: Quantization,
     known: bool,
     any_order: bool,
-    gathers: Literal["x", "grad"] | None,
+    gathers: Gathered | None,
     expected: tuple[float, float, float],
 ) -> None:
-    library = QuantizationLibrary(scaling, 2, known, any_order, 4.0)
+    library = QuantizationLibrary(quantization, 2, known, any_order, 4.0)
     found = library_traffic(library, X, GRAD, WEIGHT, 0.0, 1, gathers)
     assert [float(one.num_bytes) for one in found] == pytest.approx(expected)
     kept = library_traffic(library, X, GRAD, WEIGHT, 10.0, 2, gathers)
@@ -75,9 +83,8 @@ def test_blocks_are_gathered_in_float8_on_blackwell_alone() -> None:
 
 def test_without_float8_nothing_changes() -> None:
     sets = {"gathers_quantized": False, "keeps_quantized_inputs": False, "knows_float8_scales": False}
-    assert times(HOPPER, quantization=None) == times(
-        HOPPER, quantization=None, **sets, adds_float8_apart=True
-    )
+    plain = times(HOPPER, quantization=None)
+    assert plain == times(HOPPER, quantization=None, **sets, adds_float8_apart=True)
     assert not FrameworkProfile().gathers_quantized, "Myriad gathers in the compute type"
 
 
@@ -90,6 +97,21 @@ def test_products_in_float8_reach_the_share_that_was_measured(cluster: Cluster) 
     )
     assert times(cluster).forward.matmul > times(quick).forward.matmul
     assert times(cluster, quantization=None) == times(quick, quantization=None)
+
+
+def test_nvfp4_is_faster_than_float8_where_the_accelerator_has_it() -> None:
+    on_blackwell = partial(times, BLACKWELL)
+    fours, eights = (on_blackwell(quantization=one) for one in ("nvfp4", "blocks"))
+    for name in ("forward", "backward_input", "backward_weight"):
+        assert 0.5 < getattr(fours, name).matmul / getattr(eights, name).matmul < 0.75, name
+    on_hopper = times(HOPPER, quantization="nvfp4").forward.matmul
+    assert on_hopper == times(HOPPER, quantization=None).forward.matmul, "no such instructions"
+
+
+def test_gathers_in_nvfp4_send_nine_sixteenths_of_a_byte_a_value() -> None:
+    fours, eights = (times(BLACKWELL, quantization=one).forward.tensor for one in ("nvfp4", "blocks"))
+    whole = times(BLACKWELL, quantization=None).forward.tensor
+    assert (whole - fours) / (whole - eights) == pytest.approx((2 - 9 / 16) / (2 - 1), rel=0.05)
 
 
 def test_each_generation_has_the_rate_of_its_own_attention() -> None:

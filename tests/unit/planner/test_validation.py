@@ -167,8 +167,9 @@ def test_plans_and_forecasts_promise_what_the_tables_do() -> None:
     """Of frameworks whose rows are predicted in a few seconds; `myriad validate` prints the others."""
     options = TableOptions(skip_bad=True)
     table = read_table("iterations.csv", RECIPES, options)
-    for name in ("internevo", "maxtext", "nanotron"):
-        own = tuple(row for row in table.rows if row.framework == name)
+    blackwell = read_table("grace_blackwell.csv", RECIPES, options)
+    for name in ("internevo", "maxtext", "megatron-bridge-nvfp4", "nanotron"):
+        own = tuple(row for row in (*table.rows, *blackwell.rows) if row.framework == name)
         errors = [abs(np.log1p(one.error)) for one in predict_table(replace(table, rows=own)).rows]
         rows, ratio, _ = FRAMEWORKS[name]
         assert rows == len(own)

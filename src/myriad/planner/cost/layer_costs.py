@@ -54,6 +54,7 @@ from myriad.planner.cost.product_costs import (
     product_passes,
     recomputed_products,
 )
+from myriad.planner.cost.quantization_costs import form_bytes
 
 __all__ = [
     "LayerTimes",
@@ -279,7 +280,8 @@ def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> _Tenso
         return _TensorComm(both, both, 0.0, 0.0)
     one, inputs, grads = all_gather_seconds(group, num_bytes), num_bytes, num_bytes
     if context.gathers_quantized:
-        inputs = num_bytes / context.value_bytes
+        assert profile.quantization is not None
+        inputs = num_bytes / context.value_bytes * form_bytes(profile.quantization)
         grads = inputs if profile.quantization == "tensor" else 2 * inputs
     entering, leaving = gathers * all_gather_seconds(group, inputs), scatters * one
     entering_back, leaving_back = scatters * all_gather_seconds(group, grads), gathers * one

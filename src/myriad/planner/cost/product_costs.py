@@ -63,7 +63,7 @@ class LayerContext:
     overlap_mode: Number
     """How tensor-parallel communication overlaps with compute: a value of `OVERLAP_MODES`; 0: no overlap."""
     quantized_kept_over: int = 1
-    """Micro-batches for which a weight is converted to float8 once, as in `myriad.planner.workload.Workload`;
+    """Micro-batches for which a weight is converted once, as in `myriad.planner.workload.Workload`;
     the search's closed form has 1."""
     qk_clip: bool = False
     """Whether forwards find the largest attention scores."""
@@ -98,10 +98,11 @@ class LayerContext:
 
     @property
     def gathers_quantized(self) -> bool:
-        """Whether tensor-parallel ranks gather in float8. With scales for blocks, only Blackwell's form can
-        be gathered (Transformer Engine v2.4, layernorm_linear.py: force_hp_blockwise_ln_out_gather)."""
+        """Whether tensor-parallel ranks gather converted inputs. Of float8 with scales for blocks, only
+        Blackwell's form can be gathered (Transformer Engine v2.4, layernorm_linear.py:
+        force_hp_blockwise_ln_out_gather)."""
         profile = self.profile
-        whole = profile.quantization == "tensor" or self.accelerator.float8_any_order
+        whole = profile.quantization != "blocks" or self.accelerator.float8_any_order
         return profile.quantization is not None and profile.gathers_quantized and whole
 
     def routed(self, tokens: Number) -> Number:
@@ -195,8 +196,8 @@ def product_passes(
     """Return the seconds of the three passes for the matrices ``[out, in]`` given. ``num_in_kernel``: as for
     `matmul_seconds`. ``num_cut``: number of the first of them that tensor-parallel ranks cut, the first along
     its outputs, the next along its inputs, and so on in turn."""
-    if context.profile.quantization and context.accelerator.float8_flops_per_second:
-        return _in_float8(context, tokens, shapes, num_in_kernel, num_cut)
+    if quick := _quantized_rate(context):
+        return _quantized(context, quick, tokens, shapes, num_in_kernel, num_cut)
     return three_passes(context, tokens, shapes, num_in_kernel=num_in_kernel)
 
 
@@ -256,23 +257,30 @@ def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
     return {name: (count, products[name] / whole) for name, count in elements.items()}
 
 
-def _in_float8(
+def _quantized_rate(context: LayerContext) -> dict[str, float] | None:
+    """Return the rate of products in the profile's format, as keys of `Accelerator`; off: it has none, or the
+    accelerator no such instructions."""
+    accelerator = context.accelerator
+    peak, share = accelerator.float8_flops_per_second, accelerator.float8_achievable_ratio
+    if context.profile.quantization == "nvfp4":
+        peak, share = accelerator.float4_flops_per_second, accelerator.float4_achievable_ratio or share
+    if context.profile.quantization is None or peak is None:
+        return None
+    return {"peak_flops_per_second": peak, "achievable_ratio": share or accelerator.achievable_ratio}
+
+
+def _quantized(
     context: LayerContext,
+    quick: dict[str, float],
     tokens: Number,
     shapes: Sequence[tuple[Number, Number]],
     num_in_kernel: Number,
     num_cut: int,
 ) -> tuple[Number, Number, Number]:
-    """Return the seconds of the three passes at the float8 rate, including the extra memory traffic of
-    float8."""
-    scaling, accelerator, value = context.profile.quantization, context.accelerator, context.value_bytes
-    assert scaling is not None
-    quick = {
-        "peak_flops_per_second": accelerator.float8_flops_per_second,
-        "achievable_ratio": accelerator.float8_achievable_ratio or accelerator.achievable_ratio,
-    }
+    """Return the seconds of the three passes at this rate, including the memory traffic of conversions."""
+    accelerator, value = context.accelerator, context.value_bytes
     changed = context.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
-    apart = scaling == "tensor" and context.profile.adds_float8_apart
+    apart = context.profile.quantization == "tensor" and context.profile.adds_float8_apart
     written = float(value) if apart else None
     products = three_passes(replace(context, cluster=changed), tokens, shapes, written, num_in_kernel)
 
@@ -281,22 +289,22 @@ def _in_float8(
         gathers: Gathered | None = None
         if number < num_cut:
             gathers = "grad" if number % 2 else "x"
-        for turn, moved in enumerate(_float8_traffic(context, tokens, n, k, apart, gathers)):
+        for turn, moved in enumerate(_conversions(context, tokens, n, k, apart, gathers)):
             found[turn] = found[turn] + stream_seconds(accelerator, *moved)
     forward, inputs, weights = found
     return forward, inputs, weights
 
 
-def _float8_traffic(
+def _conversions(
     context: LayerContext, tokens: Number, n: Number, k: Number, apart: bool, gathers: Gathered | None
 ) -> tuple[QuantizationTraffic, QuantizationTraffic, QuantizationTraffic]:
-    """Return the traffic of float8 of a matrix ``[n, k]``. ``apart``: another pass adds its gradient.
+    """Return the traffic of conversions of a matrix ``[n, k]``. ``apart``: another pass adds its gradient.
     ``gathers``: what tensor-parallel ranks gather for it."""
     profile, value = context.profile, context.value_bytes
     x, grad, weight, kept_over = tokens * k, tokens * n, n * k, context.quantized_kept_over
     assert profile.quantization is not None
     sum_bytes = 0 if profile.parameter_copy_bytes else profile.gradient_bytes
-    if not profile.keeps_quantized_inputs:
+    if profile.quantization != "nvfp4" and not profile.keeps_quantized_inputs:
         return float8_traffic(profile.quantization, value, x, grad, weight, sum_bytes, kept_over, apart=apart)
     library = QuantizationLibrary(
         profile.quantization,

@@ -1,4 +1,4 @@
-"""Bytes that float8 adds to matrix products: what is converted, when, and in how many forms.
+"""Bytes that float8 and NVFP4 add to matrix products: what is converted, when, and in how many forms.
 
 `float8_traffic` counts the bytes that float8 adds to the products, as in Myriad's kernels
 (`myriad.kernels.triton.scaling`). A matrix is read once for its values in one form or both, a byte each. With
@@ -17,7 +17,10 @@ linear.py and layernorm_linear.py), which convert a matrix once: x for its forwa
 g for both, W once. With one scale for a matrix, Hopper's products need a transposed form of each; Blackwell's
 (`Accelerator.float8_any_order`) need none. Scales of 32 neighbours (MXFP8) have a byte; a form of rows and
 one of columns are written. What ranks gather in float8 is converted before, a part of it by each, and
-transposed after.
+transposed after. NVFP4 (v2.8, pytorch/csrc/quantizer.cpp, NVFP4Quantizer) has half a byte for a value, and a
+byte of scale for 16 neighbours: one pass finds the largest values of a matrix and of its rotated columns
+(`nvte_hadamard_transform_amax`), and another writes both forms. Ranks gather both (distributed.py,
+`_all_gather_nvfp4`).
 """
 
 from dataclasses import dataclass
@@ -29,23 +32,29 @@ from myriad.planner.cost.operator_costs import Number
 
 __all__ = [
     "Gathered",
+    "Quantization",
     "QuantizationLibrary",
     "QuantizationTraffic",
-    "Scaling",
     "float8_traffic",
+    "form_bytes",
     "library_traffic",
     "operand_bytes",
 ]
 
-Scaling = Literal["tensor", "blocks"]
+Float8Scaling = Literal["tensor", "blocks"]
+"""One scale for a whole matrix, or one for each block."""
+Quantization = Float8Scaling | Literal["nvfp4"]
+"""Format of a product's inputs: float8 by its scaling, or four-bit values with a scale for 16 neighbours."""
 Gathered = Literal["x", "grad"]
 """A matrix of a product that ranks gather: its input, or its gradient."""
 _BLOCK = 128
-_SCALE_BYTES = {
-    "tensor": 0.0,
-    "lines": 4 / _BLOCK,
-    "squares": 4 / _BLOCK**2,
+_FORM_BYTES = {
+    "tensor": 1.0,
+    "lines": 1 + 4 / _BLOCK,
+    "squares": 1 + 4 / _BLOCK**2,
+    "nvfp4": 1 / 2 + 1 / 16,
 }
+"""Bytes of a value in one form, with its share of a scale."""
 
 
 class QuantizationTraffic(NamedTuple):
@@ -63,14 +72,19 @@ class QuantizationTraffic(NamedTuple):
         return QuantizationTraffic(self.num_bytes * factor, self.operators * factor)
 
 
+def form_bytes(quantization: Quantization) -> float:
+    """Return the bytes of a value in one form, as ranks keep and gather it, without float8's few scales."""
+    return _FORM_BYTES["nvfp4" if quantization == "nvfp4" else "tensor"]
+
+
 def operand_bytes(kind: str, value_bytes: int, num_forms: int, *, searched: bool) -> float:
-    """Return the bytes moved for each value of a matrix that is converted to float8 in so many forms."""
+    """Return the bytes moved for each value of a matrix that is converted in so many forms."""
     reads = 2 if searched else 1
-    return reads * value_bytes + num_forms * (1 + _SCALE_BYTES[kind])
+    return reads * value_bytes + num_forms * _FORM_BYTES[kind]
 
 
 def float8_traffic(
-    scaling: Scaling,
+    scaling: Float8Scaling,
     value_bytes: int,
     x: Number,
     grad: Number,
@@ -106,42 +120,42 @@ def float8_traffic(
 
 @dataclass(frozen=True)
 class QuantizationLibrary:
-    """How a library that keeps float8 inputs converts them."""
+    """How a library that keeps converted inputs converts them."""
 
-    scaling: Scaling
+    quantization: Quantization
     value_bytes: int
     known_scales: bool
     """Whether scales of whole matrices follow from earlier steps."""
     any_order: bool
     """Whether products of whole matrices need no transposed form."""
     gather_ranks: Number = 1.0
-    """Ranks that gather in float8 what each has converted a part of; 1: each converts all of it."""
+    """Ranks that gather what each has converted a part of; 1: each converts all of it."""
 
     @property
     def norms_convert(self) -> bool:
         """Whether a norm writes float8, which needs its scale before."""
-        return self.known_scales and self.scaling == "tensor"
+        return self.known_scales and self.quantization == "tensor"
 
     @property
     def num_forms(self) -> int:
         """Forms of a matrix that two products need."""
-        return 1 if self.scaling == "tensor" and self.any_order else 2
+        return 1 if self.quantization == "tensor" and self.any_order else 2
 
     def converted(self, values: Number, num_forms: int) -> QuantizationTraffic:
         """Return the traffic of a conversion."""
-        kind = "tensor" if self.scaling == "tensor" else "lines"
-        searched = self.scaling == "tensor" and not self.known_scales
+        kind = "lines" if self.quantization == "blocks" else self.quantization
+        searched = self.quantization == "nvfp4" or (self.quantization == "tensor" and not self.known_scales)
         each = operand_bytes(kind, self.value_bytes, num_forms, searched=searched)
         return QuantizationTraffic(each * values, 2 if searched else 1)
 
     def gathered(self, values: Number) -> QuantizationTraffic:
         """Return the traffic of a conversion before ranks gather the matrix."""
-        num_forms = 1 if self.scaling == "tensor" else 2
+        num_forms = 1 if self.quantization == "tensor" else 2
         return self.converted(values / self.gather_ranks, num_forms)
 
     def transposed(self, values: Number) -> QuantizationTraffic:
         """Return the traffic of the transposed form of a gathered matrix."""
-        if self.scaling == "blocks" or self.any_order:
+        if self.quantization != "tensor" or self.any_order:
             return QuantizationTraffic(0.0, 0.0)
         return QuantizationTraffic(2.0 * values, 1)
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.operator_costs import Number
+from myriad.planner.cost.quantization_costs import form_bytes
 from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.memory.generation_memory import GenerationBytes, generation_bytes, whole_model
 from myriad.planner.memory.layer_memory import MicroBatchShard, is_myriad
@@ -395,9 +396,9 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number, Number]:
         values = np.where(zero == 3, b * (part + held), values)
         bucket = where.profile.gradient_bytes * (2 * keys.bucket_elements + largest)
         sums = np.where(zero == 3, bucket + (where.profile.gradient_bytes + 4) * part, sums)
-    keeps = where.profile.quantization is not None and where.profile.keeps_quantized
-    keeps = keeps and not where.profile.cuda_graphs
-    forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), 2.0, 0.0)
+    keeps = where.profile.keeps_quantized and not where.profile.cuda_graphs
+    both = 2 * form_bytes(where.profile.quantization) if where.profile.quantization else 0.0
+    forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), both, 0.0)
     weights = values + master + forms * where.blocks * block
     sums = sums + where.profile.memory.gradient_copy_bytes * np.where(dp > 1, elements, 0.0)
     return weights, sums, kept, _moments(where, part, ends - _ends(where, 0.0, layers.head_experts))

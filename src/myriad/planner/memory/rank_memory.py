@@ -5,7 +5,7 @@ result is the state with the largest total:
 
     always         values, master values, optimizer, gradient buffers: by ZeRO stage
                    (`docs/concepts/memory.md`);
-                   float8 forms of weights that serve several micro-batches
+                   float8 or NVFP4 forms of weights that serve several micro-batches
     GATHER         to RELEASE: a chunk's values, with ZeRO 3
     BACKWARD       to REDUCE's end: a chunk's gradient buffer, with ZeRO 2 and 3; to its UPDATE in the
                    backward, with ZeRO 0 and 1 and one micro-batch
@@ -123,8 +123,8 @@ def memory_of_repeating_ranks(
 
 _TIED = -1
 """Key of the chunk that the first and the last stage share."""
-_FLOAT8 = -2
-"""Key of the weights' float8 forms, of all stages."""
+_FORMS = -2
+"""Key of the weights' converted forms, of all stages."""
 
 
 def _experts_of(stage: int) -> int:
@@ -224,7 +224,7 @@ class _MemoryWalk:
 
     def _begin(self) -> PeakMemory:
         """Add what persists across iterations. Return the memory between two, with generated texts."""
-        self.now.values.put(_FLOAT8, sum(map(self.model.float8_forms, self.stages)))
+        self.now.values.put(_FORMS, sum(map(self.model.quantized_forms, self.stages)))
         if self.captured is not None:
             self._begin_places()
         for key, elements in self.chunks.items():

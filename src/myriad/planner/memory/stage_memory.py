@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from myriad.model.activation_memory import LayerKind
+from myriad.planner.cost.quantization_costs import form_bytes
 from myriad.planner.cost.stage_layers import first_alike, routed_elements
 from myriad.planner.memory.generation_memory import generation_bytes
 from myriad.planner.memory.layer_memory import (
@@ -198,12 +199,14 @@ class StageMemory:
         held = sum(routed_elements(model, layer, layout.expert_tp) for layer in self.layers[stage])
         return self.padded(held / layout.ep, of_experts=True)
 
-    def float8_forms(self, stage: int) -> float:
-        """Return the bytes of a stage's float8 weights that are kept from one micro-batch to the next; 0:
-        they are converted for each."""
-        if self.workload.quantized_kept_over == 1:
+    def quantized_forms(self, stage: int) -> float:
+        """Return the bytes of a stage's weights in float8 or NVFP4 that are kept from one micro-batch to the
+        next; 0: they are converted for each."""
+        quantization = self.workload.profile.quantization
+        if quantization is None or self.workload.quantized_kept_over == 1:
             return 0.0
-        return 2.0 * sum(self._elements(layer) for layer in self.layers[stage] if self.kind(layer) == "block")
+        elements = sum(self._elements(layer) for layer in self.layers[stage] if self.kind(layer) == "block")
+        return 2.0 * form_bytes(quantization) * elements
 
     def products(self, stage: int) -> float:
         """Return the bytes of one micro-batch that are kept from the first half of a backward to the

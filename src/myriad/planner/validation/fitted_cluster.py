@@ -183,6 +183,7 @@ def _ratios(factors: ClusterFactors) -> dict[str, float]:
     return {
         "achievable_ratio": products,
         "float8_achievable_ratio": products,
+        "float4_achievable_ratio": products,
         "memory_ratio": streams,
         "flash_ratio": streams,
         "flash3_ratio": streams,

@@ -69,6 +69,8 @@ FRAMEWORKS = {
     "internevo": OwnTimes(19, 0.06, "A100"),
     "maxtext": OwnTimes(12, 0.07, "H100"),
     "megascale": OwnTimes(20, 0.06, "A100"),
+    "megatron-bridge": OwnTimes(45, 0.08, "H100, GB200 and GB300"),
+    "megatron-bridge-nvfp4": OwnTimes(18, 0.14, "GB200 and GB300"),
     "megatron-core": OwnTimes(40, 0.05, "H100 and GB200"),
     "megatron-core-sync": OwnTimes(16, 0.15, "B200"),
     "megatron-deepspeed": OwnTimes(37, 0.11, "A100"),

@@ -1,8 +1,8 @@
 """The profile of a row of the general form: its framework's, with what the row says of its run."""
 
 from dataclasses import replace
-from typing import Literal
 
+from myriad.planner.cost.quantization_costs import Quantization
 from myriad.planner.validation.general_models import RowCells
 from myriad.planner.workload import FrameworkProfile
 
@@ -15,8 +15,8 @@ _ATTENTION = ("attention", "attn")
 
 def profile_of(read: RowCells, profile: FrameworkProfile) -> FrameworkProfile:
     """Return the profile of a row. Raises `BadInputError`."""
-    if float8 := _float8(read):
-        profile = replace(profile, quantization=float8)
+    if quantization := _quantization(read):
+        profile = replace(profile, quantization=quantization)
     if profile.selective_attention and read.word("recompute").lower() not in ("", "selective"):
         profile = replace(profile, selective_attention=False)  # It names modules.
     if (overlaps := read.switch("expert_overlap")) is not None:
@@ -35,12 +35,14 @@ def value_bytes_of(read: RowCells) -> int:
     return 4 if read.word("dtype").lower() in _FLOAT32 else 2
 
 
-def _float8(read: RowCells) -> Literal["tensor", "blocks"] | None:
+def _quantization(read: RowCells) -> Quantization | None:
     dtype = read.word("dtype", "bf16").lower()
     if dtype in ("fp8-blocks", "float8-blocks", "mxfp8", "fp8-mx"):
         return "blocks"
     if dtype.startswith(("fp8", "float8")):
         return "tensor"
+    if dtype.startswith("nvfp4"):
+        return "nvfp4"
     if not dtype.startswith(("bf16", "fp16", "bfloat16", "float16", *_FLOAT32)):
-        raise read.refused("dtype", "bf16, fp16, fp32, fp8 or fp8-blocks")
+        raise read.refused("dtype", "bf16, fp16, fp32, fp8, fp8-blocks or nvfp4")
     return None
