@@ -11,6 +11,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_duration",
+    "format_energy",
     "format_flops",
     "format_number",
     "format_ranges",
@@ -130,11 +131,20 @@ def format_count(count: float) -> str:
 
 def format_flops(flops_per_second: float) -> str:
     """A rate as ``156 GFLOP/s`` or ``1.2 PFLOP/s``."""
+    return _prefixed(flops_per_second, "FLOP/s")
+
+
+def format_energy(watt_hours: float) -> str:
+    """Energy as ``340 kWh`` or ``1.2 GWh``."""
+    return _prefixed(watt_hours, "Wh")
+
+
+def _prefixed(value: float, unit: str) -> str:
     prefixes = ("", "k", "M", "G", "T", "P", "E")
     power = 0
-    while abs(flops_per_second) >= 999.5 and power < len(prefixes) - 1:
-        flops_per_second, power = flops_per_second / 1000, power + 1
-    return f"{format_number(flops_per_second)} {prefixes[power]}FLOP/s"
+    while abs(value) >= 999.5 and power < len(prefixes) - 1:
+        value, power = value / 1000, power + 1
+    return f"{format_number(value)} {prefixes[power]}{unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The figures of one plan: seconds, MFU, memory, days and dollars for a number of steps."""
+"""The figures of one plan: seconds, MFU, memory, days, dollars and energy for a number of steps."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +23,8 @@ class PlanFigures:
     tokens_per_second: float
     days: float
     dollars: float | None
+    megawatt_hours: float | None
+    """Energy of all accelerators at the cluster's power for each; ``None``: unknown."""
     interval_ratio: float | None
     """Half width of the interval that contains nine of ten measured times, as a ratio of ``seconds``;
     ``None``: unknown."""
@@ -35,7 +37,8 @@ class PlanFigures:
 def plan_figures(problem: LayoutProblem, plan: SimulatedPlan, steps: int) -> PlanFigures:
     """Return the figures of a plan for a number of steps."""
     candidate, world = plan.candidate, plan.candidate.layout.world
-    hours, price = plan.seconds * steps / 3600, problem.cluster.dollars_per_hour
+    hours, cluster = plan.seconds * steps / 3600, problem.cluster
+    price, watts = cluster.price, cluster.power
     tokens = problem.global_batch * problem.model.sequence
     return PlanFigures(
         layout=describe_layout(candidate),
@@ -47,7 +50,8 @@ def plan_figures(problem: LayoutProblem, plan: SimulatedPlan, steps: int) -> Pla
         tokens_per_second=tokens / plan.seconds,
         days=hours / 24,
         dollars=None if price is None else price * world * hours,
+        megawatt_hours=None if watts is None else watts * world * hours / 1e6,
         interval_ratio=interval_ratio(
-            problem.cluster, problem.framework, has_experts=problem.model.experts is not None
+            cluster, problem.framework, has_experts=problem.model.experts is not None
         ),
     )

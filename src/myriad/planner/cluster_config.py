@@ -111,6 +111,10 @@ class Accelerator(Config):
     flash_backward: float = Field(2.5, gt=0)
     """Seconds of FlashAttention-2's backward for one of its forward: five products for two (arXiv 2307.08691,
     section 3.1.2)."""
+    watts: float | None = Field(None, gt=0, le=1e6)
+    """Power limit by its data sheet; off: unknown."""
+    dollars_per_hour: float | None = Field(None, ge=0, le=1e6)
+    """Price of renting one; off: unknown."""
     host_bytes_per_second: Rate = 32e9
     """Rate to its host's memory by its data sheet, over which snapshots are copied. A CPU core copies within
     its own memory instead."""
@@ -256,7 +260,10 @@ class Cluster(Config):
     storage_bytes_per_second: Rate | None = None
     """Rate to the checkpoint storage, for all nodes together; off: unknown."""
     dollars_per_hour: float | None = Field(None, ge=0, le=1e6)
-    """Price of one accelerator; off: unknown."""
+    """Price of one accelerator; off: that of its recipe, a list price whose month is in the recipe."""
+    watts_per_accelerator: float | None = Field(None, gt=0, le=1e6)
+    """Power that one accelerator draws in training, with its share of hosts, network and cooling; off: the
+    accelerator's power limit alone."""
     calibration: Calibration | None = None
     """Iterations to which the rates were fitted; off: the rates are those of data sheets or measurements."""
 
@@ -264,6 +271,17 @@ class Cluster(Config):
     def on_cpu(self) -> bool:
         """Whether an accelerator is a CPU core, and ranks communicate by gloo."""
         return self.shared_cores is not None or self.accelerator.name.startswith("CPU")
+
+    @property
+    def price(self) -> float | None:
+        """Dollars of an hour of one accelerator; ``None``: unknown."""
+        own = self.dollars_per_hour
+        return self.accelerator.dollars_per_hour if own is None else own
+
+    @property
+    def power(self) -> float | None:
+        """Watts of one accelerator; ``None``: unknown."""
+        return self.watts_per_accelerator or self.accelerator.watts
 
     @property
     def world(self) -> int:

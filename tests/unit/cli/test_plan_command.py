@@ -132,6 +132,20 @@ def test_a_faster_network_makes_it_quicker(capsys: pytest.CaptureFixture[str]) -
     assert told["plans"][0]["seconds"] < before["seconds"]
 
 
+def test_price_and_energy_are_the_recipe_s_until_the_cluster_has_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("gpt2-124m", "--cluster", "eos-3072xh100", "--gpus", "8", "--top", "1", *ON_DEVICE)
+    (listed, *_) = _told(capsys, *arguments)["plans"]
+    hours = 8 * 24 * listed["days"]
+    assert listed["dollars"] == pytest.approx(2.69 * hours)
+    assert listed["megawatt_hours"] == pytest.approx(700 * hours / 1e6)
+    changed = ("--what-if", "dollars_per_hour=2", "--what-if", "watts_per_accelerator=1300")
+    (own, *_) = _told(capsys, *arguments, *changed)["plans"]
+    assert own["dollars"] == pytest.approx(2 * hours)
+    assert own["megawatt_hours"] == pytest.approx(1300 * hours / 1e6)
+
+
 @pytest.mark.parametrize(
     ("asked", "cluster", "planned"),
     [

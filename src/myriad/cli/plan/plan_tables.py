@@ -17,7 +17,7 @@ from myriad.planner import (
     describe_layout,
 )
 from myriad.reports.charts.pareto_chart import pareto_text
-from myriad.units import format_bytes, format_count, format_duration, format_number, time_unit
+from myriad.units import format_bytes, format_count, format_duration, format_energy, format_number, time_unit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,7 +129,19 @@ def show_ranking(
         elsewhere = "" if found.accelerators == problem.cluster.world else f", on {found.accelerators:,}"
         lines.append(_Line(rank, found.layout + elsewhere + _switched_off(plan), cells))
     _show_lines(console, title, names, lines)
+    if said := _totals(problem, plan_figures(problem, rows[0][1], steps)):
+        console.print(said, style="dim", highlight=False)
     _show_promise(console, problem)
+
+
+def _totals(problem: LayoutProblem, found: PlanFigures) -> str:
+    """Return what the first plan costs and draws, or an empty string where neither is known."""
+    cluster, said = problem.cluster, []
+    if found.dollars is not None and cluster.price is not None:
+        said.append(f"{_cost(found)} (${cluster.price:,.2f} for an hour of one accelerator)")
+    if found.megawatt_hours is not None:
+        said.append(f"{format_energy(1e6 * found.megawatt_hours)} ({cluster.power:,.0f} W each)")
+    return f"plan 1: {', '.join(said)}" if said else ""
 
 
 def _show_promise(console: "Console", problem: LayoutProblem) -> None:
