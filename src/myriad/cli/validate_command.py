@@ -10,7 +10,7 @@ import typer
 
 from myriad.cli.json_output import print_json
 from myriad.cli.memory_errors_output import memory_json, print_memory
-from myriad.cli.output_files import check_output, check_picture, write_output, write_picture
+from myriad.cli.output_files import check_picture, read_earlier, write_output, write_picture
 from myriad.cli.progress_bar import count_bar
 from myriad.cli.sweeps_output import print_sweeps, sweeps_json
 from myriad.errors import BadInputError
@@ -131,11 +131,11 @@ def validate(
 
 def _write_table(out: Path, names: Sequence[str]) -> None:
     """Write the rows of logs and runs as a table. Raises `BadInputError`."""
-    from myriad.forecasts.measured_rows import measured_table
+    from myriad.forecasts.measured_rows import TABLE_HEAD, measured_table
 
     if out.suffix != ".csv":
         raise BadInputError("--out", str(out), "a file name that ends in .csv")
-    check_output("--out", out)
+    read_earlier("--out", out, TABLE_HEAD, "a table that --from-log wrote")
     write_output("--out", out, measured_table(names))
     typer.echo(f"{out}: {len(names)} row{'s' * (len(names) > 1)}")
 
@@ -155,7 +155,7 @@ def _cluster(name: str | None) -> str | None:
 def _predict(names: list[str] | None, options: "TableOptions", *, from_log: bool) -> "list[TableResult]":
     """Read all tables, then predict every row."""
     from myriad.forecasts.measured_rows import measured_table
-    from myriad.planner import builtin_tables, parse_table, predict_table, read_table
+    from myriad.planner import parse_table, predict_table, read_table
     from myriad.recipes.framework import ReadyRecipes, load_framework
 
     if options.framework is not None:
@@ -165,25 +165,59 @@ def _predict(names: list[str] | None, options: "TableOptions", *, from_log: bool
     if from_log:
         read = [parse_table("logs", measured_table(names or []), recipes, options, names)]
     else:
-        everything = names == ["all"]
-        chosen = names if names and not everything else builtin_tables(general=everything)
-        read = [read_table(name, recipes, options) for name in chosen]
+        read = [read_table(name, recipes, options) for name in _chosen(names or [])]
+    _check_used(options, read)
     for table in read:
         for error in table.skipped:
             typer.echo(f"skipped: {error}", err=True)
+        if table.unread:
+            typer.echo(f"not read: columns {', '.join(table.unread)} of {table.name}", err=True)
     total, done = sum(len(table.rows) for table in read), count(1)
     with count_bar("predicting") as show:
         show("predicting", 0, total)
         return [predict_table(table, lambda: show("predicting", next(done), total)) for table in read]
 
 
+def _chosen(names: Sequence[str]) -> list[str]:
+    """Return the tables that are named, or Myriad's. Raises `BadInputError`."""
+    from myriad.planner import builtin_tables
+
+    if not names:
+        return builtin_tables()
+    ready, found = builtin_tables(general=True), list[str]()
+    for name in names:
+        if name in ready and Path(name).exists():
+            allowed = f"a table of Myriad's and a file here have this name: ./{name} for the file"
+            raise BadInputError("TABLE", name, allowed)
+        found += ready if name == "all" else [name]
+    for number, name in enumerate(found):
+        if Path(name).stem in {Path(one).stem for one in found[:number]}:
+            raise BadInputError("TABLE", name, "each table once, and with a file name of its own")
+    return found
+
+
+def _check_used(options: "TableOptions", tables: "Sequence[PublishedTable]") -> None:
+    """Refuse options that no table uses. Raises `BadInputError`."""
+    for ours, theirs in options.columns.items():
+        if not any(theirs in table.columns for table in tables):
+            raise BadInputError("--columns", f"{ours}={theirs}", f"no table has a column {theirs!r}")
+    if not any(table.is_general for table in tables):
+        for option, given in (("--framework", options.framework), ("--cluster", options.cluster)):
+            if given is not None:
+                raise BadInputError(
+                    option, given, "needs a table in the general form (docs/guide/validate.md)"
+                )
+
+
 def _columns(given: Sequence[str]) -> dict[str, str]:
     """Return the file's column by the column of the general form. Raises `BadInputError`."""
-    found = {}
+    found = dict[str, str]()
     for one in given:
-        ours, equals, theirs = one.partition("=")
+        ours, equals, theirs = (part.strip() for part in one.partition("="))
         if not (ours and equals and theirs):
             raise BadInputError("--columns", one, "NAME=YOURS, such as iteration_s=step_time")
+        if ours in found or theirs in found.values():
+            raise BadInputError("--columns", one, "each name once on either side")
         found[ours] = theirs
     return found
 

@@ -12,9 +12,12 @@ from myriad.planner.validation.log_rows import LOG_COLUMNS
 from myriad.run.run_folder import Run
 from myriad.run.run_speed import Peaks, run_speed
 from myriad.system.jsonl import Record
-from myriad.system.whole_file import read_regular
+from myriad.system.whole_file import read_regular, refuse_gzip
 
-__all__ = ["measured_table", "run_cells"]
+__all__ = ["TABLE_HEAD", "measured_table", "run_cells"]
+
+TABLE_HEAD = ",".join(LOG_COLUMNS)
+"""First line of a table of logs and runs."""
 
 _MOST_BYTES = 2**28
 """Largest size of a log."""
@@ -32,10 +35,12 @@ def measured_table(paths: Sequence[str]) -> str:
 
 def _log_text(path: str) -> str:
     try:
-        return read_regular(Path(path), _MOST_BYTES).decode("utf-8", errors="replace")
+        data = read_regular(Path(path), _MOST_BYTES)
     except OSError as error:
         allowed = f"a log or a run folder: it cannot be read ({error.strerror})"
         raise BadInputError("--from-log", path, allowed) from None
+    refuse_gzip("--from-log", path, data)
+    return data.decode("utf-8", errors="replace")
 
 
 def run_cells(run: Run) -> Mapping[str, str]:

@@ -171,7 +171,7 @@ def _sizes(gpus: str) -> tuple[int, ...]:
     """Parse one number, or both ends of a range."""
     match = re.fullmatch(r"0*(\d+)(?:\.\.0*(\d+))?", gpus, re.ASCII)
     if match is None or match.group(1) == "0":
-        raise BadInputError("--gpus", gpus, "a number, or a range such as 256..12288")
+        raise BadInputError("--gpus", gpus, "a whole number of at least 1, or a range such as 256..12288")
     numbers = [int(number[:_MOST_DIGITS]) for number in match.groups() if number is not None]
     if max(numbers) > MOST_RANKS:
         raise BadInputError("--gpus", gpus, f"at most {MOST_RANKS:,}: a search holds an entry for each rank")

@@ -117,24 +117,24 @@ def _set_rate(tree: dict[str, Any], dotted: str, value: object) -> None:
     link["bytes_per_second"] = rate
 
 
-def scale_cluster(cluster: Cluster, accelerators: int) -> Cluster:
-    """As many nodes of the same kind as make ``accelerators``; less than a node: a part of one. Raises
-    `BadInputError`."""
+def scale_cluster(cluster: Cluster, accelerators: int, key: str = "--gpus") -> Cluster:
+    """As many nodes of the same kind as make ``accelerators``; less than a node: a part of one. ``key``: what
+    errors call the number. Raises `BadInputError`."""
     per_node = cluster.accelerators_per_node
     if accelerators < 1:
-        raise BadInputError("--gpus", accelerators, "at least 1")
+        raise BadInputError(key, accelerators, "at least 1")
     if accelerators > MOST_RANKS:
-        raise BadInputError("--gpus", accelerators, f"at most {MOST_RANKS:,}")
+        raise BadInputError(key, accelerators, f"at most {MOST_RANKS:,}")
     if accelerators <= per_node:
         whole = accelerators == per_node
         update = {"nodes": 1, "accelerators_per_node": accelerators, "unequal": ()}
         return cluster.model_copy(update=update if whole else update | {"inside": None})
     nodes, rest = divmod(accelerators, per_node)
     if rest:
-        raise BadInputError("--gpus", accelerators, f"a multiple of the {per_node} of a node, or fewer")
+        raise BadInputError(key, accelerators, f"a multiple of the {per_node} of a node, or fewer")
     if cluster.links.network is None:
         allowed = f"at most {per_node}: {cluster.name} is one node and has no links.network"
-        raise BadInputError("--gpus", accelerators, allowed)
+        raise BadInputError(key, accelerators, allowed)
     unequal = tuple(
         group.model_copy(update={"nodes": kept})
         for group in cluster.unequal

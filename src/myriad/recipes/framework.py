@@ -33,7 +33,7 @@ class ReadyRecipes:
 
     def cluster(self, name: str, accelerators: int) -> Cluster:
         """Return a cluster with so many accelerators. Raises `BadInputError`."""
-        return scale_cluster(load_cluster(name), accelerators)
+        return scale_cluster(load_cluster(name), accelerators, "gpus")
 
     def accelerator(self, gpu_type: str) -> tuple[str, Accelerator]:
         """Return the accelerator that a table names, and its recipe: ``A100-SXM-40GB``, ``H100``. Raises

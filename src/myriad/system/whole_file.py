@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from myriad.errors import BadInputError
+
 __all__ = [
     "create_whole",
     "is_own_file",
@@ -23,6 +25,7 @@ __all__ = [
     "read_json",
     "read_regular",
     "read_text",
+    "refuse_gzip",
     "remove_drafts",
     "replacing",
     "sync_folder",
@@ -148,6 +151,12 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     if is_too_large or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes")
     return data
+
+
+def refuse_gzip(key: str, path: str, data: bytes) -> None:
+    """Raise `BadInputError` for the data of a file that gzip has compressed (RFC 1952, section 2.3.1)."""
+    if data.startswith(b"\x1f\x8b"):
+        raise BadInputError(key, path, "is compressed: unpack it first, as by gunzip")
 
 
 def _read(path: Path) -> bytes:

@@ -201,16 +201,16 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["tiny", "--cluster", "nowhere"], "h200-512xh200, laptop"),
         (["tiny", "--gpus", "8"], "at most 4: laptop is one node"),
-        (["tiny", "--gpus", "0"], "a number, or a range"),
+        (["tiny", "--gpus", "0"], "at least 1, or a range"),
         (["tiny", "--gpus", "1000000000"], "at most 1,048,576"),
         (["tiny", "--gpus", "1..1000000000"], "at most 1,048,576"),
         (["tiny", "--gpus", "9" * 5000], "at most 1,048,576"),
         (["tiny", "--what-if", "nodes=1000000000"], "at most 1,048,576 accelerators"),
         (["tiny", "--straggler", f"node=0:{'9' * 400}x"], "1x to 1000x"),
         (["tiny", "--gpus", "4..2"], "a range rises"),
-        (["tiny", "--gpus", "many"], "a number, or a range"),
-        (["tiny", "--days", "0"], "more than 0"),
-        (["tiny", "--days", "nan"], "more than 0"),
+        (["tiny", "--gpus", "many"], "at least 1, or a range"),
+        (["tiny", "--days", "0"], "a finite number above 0"),
+        (["tiny", "--days", "nan"], "a finite number above 0"),
         (
             ["tiny", "--what-if", "links.spine=1Gbps"],
             "only links.node; a new one is given whole: links.spine={",
@@ -234,6 +234,9 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--out", "plan.json"], "ends in .toml"),
         (["tiny", "--picture", "plan.gif"], "ends in .svg"),
         (["tiny", "--days", "2", "--out", "plan.toml"], "needs one number of accelerators"),
+        (["tiny", "--days", "2", "--objective", "memory"], "time with --days"),
+        (["tiny", "--objective", "cost"], "with a range of --gpus"),
+        (["tiny", "--gpus", "1..4", "--objective", "memory"], "time or cost with a range"),
         (["tiny", "--gpus", "1..4", "--picture", "plan.svg"], "needs one number of accelerators"),
         (["llama3-405b", "--cluster", "one-node-8xh100"], "GiB of the 80.0 GiB of H100 SXM 80 GB, "),
         (
@@ -280,8 +283,8 @@ def test_only_an_older_plan_of_the_same_job_is_replaced(
     [
         (["tiny", "--layout.tp", "3"], "layout.tp = 3"),
         (["nothing"], 'job = "nothing"'),
-        (["tiny", "--gpus", "x"], "a number, or a range"),
-        (["tiny", "--days", "-1"], "more than 0"),
+        (["tiny", "--gpus", "x"], "at least 1, or a range"),
+        (["tiny", "--days", "-1"], "a finite number above 0"),
         (["tiny", "--straggler", "17"], "node=17:1.1x"),
         (["tiny", "--what-if", "links.ib=1Gbps"], "only links.node"),
         (["tiny", "--cluster", "laptop"], "this-machine, or without --measure"),
@@ -416,6 +419,7 @@ def test_a_calibrated_cluster_is_one_to_plan_on(tmp_path: Path, capsys: pytest.C
         (("tiny", "--cluster", "eos-3072xh100", "--out", "new.toml"), "without JOB"),
         (("--cluster", "eos-3072xh100", "--out", "new.toml", "--gpus", "4"), "without --gpus"),
         (("--cluster", "eos-3072xh100", "--out", "new.toml", "--layout.tp", "2"), "without --layout.tp"),
+        (("--cluster", "eos-3072xh100", "--out", "new.toml", "--top", "3"), "without --top"),
     ],
 )
 def test_a_calibration_that_makes_no_sense_is_refused(
@@ -428,6 +432,32 @@ def test_a_calibration_that_makes_no_sense_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.csv").write_text(OWN)
     assert _plan("--calibrate", "own.csv", *arguments) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("new.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("megatron_core_h100.csv", "a table in the general form"),
+        (OWN.replace("iteration_s", "notes"), "lacks one of iteration_s"),
+        ("\n".join(OWN.splitlines()[:3]) + "\n", '"2 rows": at least 3 rows'),
+        (OWN.replace("myriad,llama3-8b,32", "nanotron,llama3-8b,32"), '"myriad; nanotron": rows of one'),
+        (OWN.replace("6.4", "nan"), "line 3, column 'iteration_s' = \"nan\""),
+    ],
+)
+def test_a_table_that_cannot_be_fitted_is_refused(
+    table: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "\n" in table:
+        (tmp_path / "own.csv").write_text(table)
+        table = "own.csv"
+    assert _plan("--calibrate", table, "--cluster", "eos-3072xh100", "--out", "new.toml") == 2
     assert words in capsys.readouterr().err
     assert not Path("new.toml").exists()
 

@@ -139,6 +139,15 @@ def test_columns_give_any_key_of_the_model(tmp_path: Path) -> None:
         (GOOD.replace(",16,", ",17,"), "gpus"),
         (f"{GOOD}schedule dual-pipe", "schedule"),
         (GOOD.replace("128,none", "127,none"), "global_batch"),
+        (GOOD.replace("4.0", ""), "column 'iteration_s' = \"\": needed, or one of"),
+        (GOOD.replace("4.0", "1e-9"), 'seconds = 1e-09": at least'),
+        (
+            GOOD.replace(",2,1,1,128", ",3,1,1,128").replace(",16,", ",24,"),
+            "column 'tp' = \"3\": a divisor of",
+        ),
+        (GOOD.replace("none,4.0", "sometimes,4.0"), "none, selective, full, a policy, or modules"),
+        (f"{GOOD}schedule dual-pipe", '"dual-pipe": one of 1f1b'),
+        (f"{GOOD}ZeRO-1 over 3", "column 'shard_group' = \"3\": a divisor of the 8 replicas"),
     ],
 )
 def test_a_bad_row_is_named_and_skipped_only_on_request(tmp_path: Path, line: str, said: str) -> None:
@@ -148,6 +157,45 @@ def test_a_bad_row_is_named_and_skipped_only_on_request(tmp_path: Path, line: st
     path = tmp_path / "mine.csv"
     table = read_table(str(path), RECIPES, TableOptions(skip_bad=True))
     assert len(table.rows) == 1 and str(table.skipped[0]) == str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("ep", "8", "ep = 8: 1: the model has no experts"),
+        ("kv_heads", "3", "kv_heads = 3: a divisor of the 32 heads"),
+        ("vpp", "0", "'vpp'"),
+        ("flops", "most", "one of model, causal, 6n, hardware"),
+        ("expert_dispatch", "mail", "one of DeepEP"),
+        ("framework", "nowhere", "column 'framework' = \"nowhere\": a .toml file or one of"),
+        ("model.hidden", "[1]", "column 'model.hidden' = \"[1]\": a whole number"),
+        ("interconnect", "0 GPUs a node", "at least 1 GPU a node"),
+        ("interconnect", "8x0G", "bytes_per_second = 0.0: must be at least 1"),
+    ],
+)
+def test_a_cell_that_no_row_can_have_is_refused_even_where_it_would_not_count(
+    tmp_path: Path, column: str, value: str, said: str
+) -> None:
+    with pytest.raises(BadInputError) as refused:
+        rows(tmp_path, f'{GOOD},"{value}"', header=f"{HEADER},{column}")
+    assert "line 2" in str(refused.value) and said.replace('"', "") in str(refused.value).replace('"', "")
+
+
+def test_a_width_that_no_model_has_is_refused_at_once(tmp_path: Path) -> None:
+    header = f"{HEADER},layers,hidden,vocab,seq"
+    with pytest.raises(BadInputError, match=r"hidden = 1000000000000.: must be at most"):
+        rows(tmp_path, f"{GOOD.replace('llama3-8b', 'mine')},2,1000000000000,1024,1024", header=header)
+
+
+def test_columns_are_found_however_they_are_written(tmp_path: Path) -> None:
+    header = HEADER.replace("tp,pp", " TP , Pp").replace("iteration_s", "Iteration_S")
+    assert rows(tmp_path, GOOD, header=header)[0].works == rows(tmp_path, GOOD)[0].works
+    table = read_table(str(tmp_path / "mine.csv"), RECIPES)
+    assert table.is_general and not table.unread
+    rows(tmp_path, f"{GOOD},1,2", header=f"{HEADER},microbatch,Seconds per step")
+    assert read_table(str(tmp_path / "mine.csv"), RECIPES).unread == ("microbatch", "Seconds per step")
+    quoted = HEADER.replace("notes", '"notes",") of\n2025"')
+    assert rows(tmp_path, f"{GOOD},", header=quoted)[0].seconds == 4.0
 
 
 def test_ranks_that_share_sequences_are_counted(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """If these fail, a log of another system becomes a row of another job, and its prediction is compared with a
 time that it never took."""
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from myriad.cli.main import main
 from myriad.errors import BadInputError
+from myriad.forecasts.measured_rows import measured_table
 from myriad.planner import TableOptions, log_cells, parse_table
 from myriad.recipes.framework import ReadyRecipes
 
@@ -169,6 +171,16 @@ def test_what_a_log_lacks_is_asked_for() -> None:
         log_cells("a.log", lines)
 
 
+def test_a_log_that_is_compressed_or_has_no_sequence_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes(gzip.compress(MEGATRON.encode()))
+    with pytest.raises(BadInputError, match="is compressed"):
+        measured_table([str(log)])
+    text = "sequence length 0\n10 tokens per train step\nstep: 1  loss: 3 tps: 7,000\n"
+    with pytest.raises(BadInputError, match="gpus, global_batch is not in it"):
+        log_cells("titan.log", text)
+
+
 def test_a_row_without_a_kind_of_gpu_needs_a_cluster() -> None:
     text = "model,gpus,gpu_type,global_batch,iteration_s\nllama3-8b,16,,128,4.0\n"
     with pytest.raises(BadInputError, match="--cluster"):
@@ -195,6 +207,12 @@ def test_a_table_of_logs_is_written_and_options_of_predictions_are_refused(
     with pytest.raises(SystemExit) as ended:
         main(write)
     assert not ended.value.code and "1 row" in capsys.readouterr().out
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n")
+    with pytest.raises(SystemExit) as ended:
+        main([*write[:-1], str(other)])
+    assert ended.value.code == 2 and "a table that --from-log wrote" in capsys.readouterr().err
+    assert other.read_text() == "a,b\n"
     assert (
         len(parse_table("rows", out.read_text(), ReadyRecipes(), TableOptions(cluster="eos-3072xh100")).rows)
         == 1

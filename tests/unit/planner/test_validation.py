@@ -311,6 +311,13 @@ def test_a_table_is_read_however_it_was_saved(tmp_path: Path, changed: str) -> N
         (_TABLE.replace(",", "\t"), "commas"),
         (_TABLE.replace("mfu_percent", "gpus", 1), "gpus occurs twice"),
         (_TABLE + "\udcff", "not UTF-8"),
+        ("\x1f\udc8b\x08" + _TABLE, "is compressed"),
+        ("", "is empty"),
+        (" \n\n", "is empty"),
+        ("x" * 2**18 + "\n1\n", "not CSV at line 1"),
+        (_TABLE + "x" * 2**18, "not CSV at line 18"),
+        ("model,gpus,iteration_s\nllama3-8b,8,4\n", "lacks gpu_type"),
+        ("model,gpus,gpu_type\nllama3-8b,8,H100\n", "lacks one of iteration_s, tokens"),
         (_TABLE + '"open', "not CSV"),
     ],
 )

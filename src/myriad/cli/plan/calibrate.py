@@ -40,7 +40,11 @@ def calibrate_cluster(
     base = load_cluster(cluster)
     if framework is not None:
         load_framework(framework)
-    rows = read_table(str(table), ReadyRecipes(), TableOptions(framework=framework, cluster=cluster)).rows
+    read = read_table(str(table), ReadyRecipes(), TableOptions(framework=framework, cluster=cluster))
+    if not read.is_general:
+        allowed = "a table in the general form (docs/guide/validate.md): its rows ran on another cluster"
+        raise BadInputError("--calibrate", str(table), allowed)
+    rows = read.rows
     total, done = steps_of(len(rows)), count(1)
     with count_bar("fitting") as show:
         fitted = fit_cluster(rows, lambda: show("fitting", next(done), total))

@@ -154,6 +154,7 @@ def plan(
         "--picture": picture,
         "--fabric": fabric,
         "--expert-load-from": expert_load_from,
+        "--top": top != 10,
     }
     if calibrate is not None:
         if option := _first_given(context, {"JOB": job, "--measure": measure, **of_plan}):
@@ -178,6 +179,7 @@ def plan(
     if days is not None or request.is_range:
         of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
         _check_many(days, of_one)
+    _check_objective(objective, days, is_range=request.is_range)
     question = PlanProblem.of(request, _cluster_file(request.cluster, measure=measure))
     with _without_garbage_collection(), _name_default_cluster(context, cluster):
         if days is not None:
@@ -202,11 +204,22 @@ def _check_files(out: Path | None, picture: Path | None, *, is_script: bool) -> 
 def _check_many(days: float | None, of_one: Mapping[str, object]) -> None:
     """Refuse options that need one number of accelerators; ``of_one``: those options."""
     if days is not None and not 0 < days < math.inf:
-        raise BadInputError("--days", days, "more than 0")
+        raise BadInputError("--days", days, "a finite number above 0")
     for option, given in of_one.items():
         if given:
             reason = "needs one number of accelerators: leave out --days and a range of --gpus"
             raise BadInputError(option, str(given), reason)
+
+
+def _check_objective(objective: str, days: float | None, *, is_range: bool) -> None:
+    """Refuse an objective that would not change the answer."""
+    if objective != "time" and days is not None:
+        raise BadInputError("--objective", objective, "time with --days, which finds the fewest accelerators")
+    if objective == "cost" and not is_range:
+        allowed = "time, or with a range of --gpus: on one number of accelerators the fastest costs the least"
+        raise BadInputError("--objective", objective, allowed)
+    if objective == "memory" and is_range:
+        raise BadInputError("--objective", objective, "time or cost with a range of --gpus")
 
 
 @contextmanager

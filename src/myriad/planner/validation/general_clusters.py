@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from myriad.network.node_topology import NodeTopology
 from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links, SlowNodes
-from myriad.planner.validation.general_models import RowCells
+from myriad.planner.validation.general_cells import GeneralCells
 
 __all__ = ["cluster_of"]
 
@@ -49,7 +49,9 @@ _SLOW = SlowNodes(ratio=0.005, slower_ratio=0.10)
 _NODE_LATENCY, _NETWORK_LATENCY = 2.8e-6, 10e-6
 
 
-def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[str, Accelerator]]) -> Cluster:
+def cluster_of(
+    read: GeneralCells, gpus: int, accelerators: Callable[[str], tuple[str, Accelerator]]
+) -> Cluster:
     """Return the cluster of a row. Raises `BadInputError`."""
     if not read.has("gpu_type"):
         raise read.refused("gpu_type", "needed: the cell is empty; or --cluster for all rows")
@@ -61,7 +63,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
     per_node = gpus if nodes == 1 else per_node
     if gpus % per_node:
         raise read.refused("gpus", f"a multiple of the {per_node} of a node, or fewer")
-    network = _network(said, max(per_node, 1)) or usual.network_bytes_per_second
+    network = _network(said, per_node)
     check, network_check = _checks(said, nodes)
     inside = re.search(r"NVLink (\d+) GB/s in the node", said)
     node_rate = float(inside[1]) * 0.5e9 if inside else usual.node_bytes_per_second
@@ -73,7 +75,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
         links=Links(
             node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY, check_seconds=check),
             network=Link(
-                bytes_per_second=network,
+                bytes_per_second=usual.network_bytes_per_second if network is None else network,
                 latency_seconds=_SWEEP_LATENCY if _BUS_BANDWIDTH.search(said) else _NETWORK_LATENCY,
                 achievable_ratio=_reached(said, recipe, nodes, read.word("notes")),
                 check_seconds=network_check,
@@ -122,7 +124,7 @@ of torchtitan's benchmarks/*llama3_h100*.md and docs/performance.md, and of torc
 35.56 GiB as 37.43 % of the memory (pytorch/ao, pull request 1718)."""
 
 
-def _stated_type(read: RowCells) -> str | None:
+def _stated_type(read: GeneralCells) -> str | None:
     """Return the recipe of a row's accelerator where its source or notes name it more closely."""
     said = " ".join(map(read.word, ("source", "table", "gpu_type", "notes")))
     return next((recipe for pattern, recipe in _TYPES if pattern.search(said)), None)
@@ -141,7 +143,7 @@ _CHECKED_ON_MORE = 125.0
 _SWEEP_LATENCY = 47e-6
 """Seconds of a step of a ring between that sweep's nodes: all-gathers of 1 GiB without checks reach 125, 76
 and 45 GB/s among 128, 256 and 512 ranks (bench_final2, column AllGather)."""
-_BUS_BANDWIDTH = re.compile(r"busbw GB/s: all-reduce ([\d.]+)")
+_BUS_BANDWIDTH = re.compile(r"busbw GB/s: all-reduce (\d+(?:\.\d+)?)")
 
 
 def _checks(said: str, nodes: int) -> tuple[float, float]:
@@ -153,17 +155,21 @@ def _checks(said: str, nodes: int) -> tuple[float, float]:
     return _CHECKS if checked else (0.0, 0.0)
 
 
-def _per_node(read: RowCells, said: str, usual: _Node) -> int:
+def _per_node(read: GeneralCells, said: str, usual: _Node) -> int:
     if read.has("gpus_per_node"):
         return read.whole("gpus_per_node")
     stated = re.search(r"(\d+) GPUs a node", said)
-    return int(stated[1]) if stated else usual.accelerators
+    per_node = int(stated[1]) if stated else usual.accelerators
+    if per_node < 1:
+        raise read.refused("interconnect", "at least 1 GPU a node")
+    return per_node
 
 
+_A_NODE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?) ?G(?:bps|bit/s|b/s) (?:node-node|a node)")
 _RATES = (
     (re.compile(r"(\d+) ?x ?(\d+) ?GB/s"), lambda m: float(m[1]) * float(m[2]) * 1e9),
     (re.compile(r"(\d+) ?x ?(?:OmniPath )?(\d+) ?G"), lambda m: float(m[1]) * float(m[2]) * 1e9 / 8),
-    (re.compile(r"([\d.]+) ?G(?:bps|bit/s|b/s) (?:node-node|a node)"), lambda m: float(m[1]) * 1e9 / 8),
+    (_A_NODE, lambda m: float(m[1]) * 1e9 / 8),
 )
 """Phrases for the rate of all NICs of a node, in bytes per second."""
 _EACH = re.compile(r"(\d+)G (?:IB|RoCE) a GPU")

@@ -12,25 +12,23 @@
     framework, source, table, notes                               who measured, and with what
 
 A cell may be empty where the rest of the row says it: ``dp`` follows from the GPUs, the framework from the
-source. What a source writes in its notes is read by a few phrases (`_PHRASES`), and a column of its own wins.
-A row needs a time, or memory.
-What is open after that (micro-batch, virtual stages, recomputation) is the choice that is predicted to be the
-fastest of those that fit, as in other tables.
+source, other cells from the notes (`general_cells`). A row needs a time, or memory. What is open after that
+(micro-batch, virtual stages, recomputation) is the choice that is predicted to be the fastest of those that
+fit, as in other tables.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import nan
 from typing import Any, Protocol, get_args
 
 from myriad.comm.layout import ExpertDispatch, Layout, ScheduleName
-from myriad.config import parse_override
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
 from myriad.planner.frameworks import FlopCount, Framework, LayoutHabits
+from myriad.planner.validation.general_cells import MEASURES, GeneralCells
 from myriad.planner.validation.general_clusters import cluster_of
 from myriad.planner.validation.general_models import model_of
 from myriad.planner.validation.habitual_partition import habitual_partition
@@ -39,23 +37,8 @@ from myriad.planner.validation.row_profile import profile_of, value_bytes_of
 from myriad.planner.workload import Recompute, Workload
 from myriad.units import parse_bytes
 
-__all__ = ["FLOP_COUNTS", "GENERAL_COLUMNS", "MODEL_KEY", "Recipes", "general_row", "is_general"]
+__all__ = ["FLOP_COUNTS", "Recipes", "general_row"]
 
-GENERAL_COLUMNS = [
-    "source", "table", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab",
-    "seq", "experts", "experts_per_token", "expert_ffn", "shared_experts", "activation",
-    "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp", "ep",
-    "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
-    "expert_dispatch", "expert_overlap", "fused_experts", "cuda_graphs", "iteration_s",
-    "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "flops", "allocated_bytes", "reserved_bytes",
-    "out_of_memory", "framework", "notes",
-]  # fmt: skip
-"""Names of all columns but those of further keys of the model; ``--columns`` maps others to them."""
-MODEL_KEY = "model."
-"""Prefix of the columns of further keys of the model."""
-_NEEDED = frozenset({"model", "gpus", "gpu_type"})
-_MEASURED = frozenset({"iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"})
-_MEMORY = frozenset({"allocated_bytes", "reserved_bytes", "out_of_memory"})
 FLOP_COUNTS: tuple[FlopCount, ...] = get_args(FlopCount)
 """Values of the column flops."""
 
@@ -79,17 +62,12 @@ class Recipes(Protocol):
         """Return all frameworks."""
 
 
-def is_general(columns: frozenset[str]) -> bool:
-    """Return whether a table has the columns of the general form."""
-    return columns >= _NEEDED and bool(columns & (_MEASURED | _MEMORY))
-
-
 def general_row(
     cells: TableCells, recipes: Recipes, framework: str | None = None, cluster: str | None = None
 ) -> PublishedRow:
     """Return a row's workloads. ``framework``, ``cluster``: predict it as this one, on this one; off: as the
     row says. Raises `BadInputError`."""
-    read = _GeneralCells(cells)
+    read = GeneralCells(cells)
     used = recipes.framework(framework) if framework else _framework_of(read, recipes)
     model = model_of(read, recipes.model)
     gpus = read.whole("gpus")
@@ -97,6 +75,8 @@ def general_row(
     works = tuple(_works(read, model, used_cluster, used))
     memory = _measured_memory(read)
     counted = read.word("flops", used.habits.flops)
+    if counted not in FLOP_COUNTS:
+        raise read.refused("flops", f"one of {', '.join(FLOP_COUNTS)}")
     seconds = _seconds(read, works[0], used_cluster, counted, needed=memory is None)
     return PublishedRow(
         _row_name(read, model),
@@ -112,85 +92,16 @@ def general_row(
     )
 
 
-_PHRASES: Mapping[str, tuple[str, ...]] = {
-    "zero": (r"ZeRO[- ]?([0-3])\b", r"(FULL_SHARD|HYBRID_SHARD|HSDP)", r"(FSDP)(?! column)"),
-    "shard_group": (r"ZeRO-[123] over (\d+)\b", r"\b(HSDP|HYBRID_SHARD)\b"),
-    "schedule": (r"schedule ([\w-]+)",),
-    "experts": (r"(\d+) experts",),
-    "experts_per_token": (r"top-(\d+)",),
-    "expert_ffn": (r"experts of (\d+)",),
-    "shared_width": (r"shared (\d+)",),
-    "expert_dispatch": (r"(DeepEP|HybridEP)", r"dispatcher (A2A)"),
-    "expert_overlap": (r"all-to-all (overlap)",),
-    "fused_experts": (r"(cuteDSL) fused grouped MLP",),
-    "cuda_graphs": (r"CUDA graphs (?:of |transformer_engine )?(full|attn)",),
-    "etp": (r"ETP (\d+)",),
-    "micro_batch": (r"micro-batch (\d+)",),
-    "grad_accum": (r"grad accum (\d+)",),
-    "num_micro_batches": (r"(\d+) micro-batches",),
-    "allocated_bytes": (r"(?:real|peak) memory ([\d.]+ Gi?B)",),
-}
-"""Phrases of the notes that fill a cell that is empty or has no column; the first that is found counts."""
-_YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "none", "0")
 _ZERO_WORDS = dict.fromkeys(("FULL_SHARD", "HYBRID_SHARD", "HSDP", "FSDP"), 3)
 
 
-@dataclass(frozen=True)
-class _GeneralCells:
-    """A row, whose empty cells are filled from its notes."""
-
-    cells: TableCells
-
-    def word(self, column: str, default: str = "") -> str:
-        """Return the text of a cell or of its phrase, or the default."""
-        value = (self.cells.values.get(column) or "").strip()
-        if value or column not in _PHRASES:
-            return value or default
-        notes = f"{self.cells.values.get('notes') or ''}; {self.cells.values.get('table') or ''}"
-        found = (re.search(pattern, notes) for pattern in _PHRASES[column])
-        return next((one.group(1) for one in found if one), default)
-
-    def has(self, column: str) -> bool:
-        """Return whether a cell, or its phrase, says something."""
-        return bool(self.word(column))
-
-    def whole(self, column: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
-        return int(self._number(column, default, whole=True))
-
-    def number(self, column: str) -> float:
-        """Return a number above 0."""
-        return self._number(column, None, whole=False)
-
-    def switch(self, column: str) -> bool | None:
-        """Return whether a cell says yes, or notes have its phrase; ``None``: neither."""
-        said = (self.cells.values.get(column) or "").strip().lower()
-        if said not in ("", *_YES, *_NO):
-            raise self.refused(column, "yes or no")
-        return said in _YES if said else self.has(column) or None
-
-    def model_keys(self) -> dict[str, Any]:
-        """Return the keys of the model that columns of their own give."""
-        said = ((name, (text or "").strip()) for name, text in self.cells.values.items())
-        own = [(name, text) for name, text in said if name.startswith(MODEL_KEY) and text]
-        return {name.removeprefix(MODEL_KEY): parse_override(f"{name}={text}")[1] for name, text in own}
-
-    def refused(self, column: str, allowed: str) -> BadInputError:
-        """Return the error about a cell."""
-        return self.cells.refused(column, allowed)
-
-    def _number(self, column: str, default: int | None, *, whole: bool) -> float:
-        text = self.word(column)
-        if not text and default is not None:
-            return default
-        filled = TableCells(self.cells.place, {column: text})
-        return filled.whole(column) if whole else filled.number(column)
-
-
-def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
+def _framework_of(read: GeneralCells, recipes: Recipes) -> Framework:
     """Return the framework that a row names, or whose pattern these columns of it have."""
     if named := read.word("framework"):
-        return recipes.framework(named)
+        try:
+            return recipes.framework(named)
+        except BadInputError as error:
+            raise read.refused("framework", error.allowed) from None
     said = " | ".join(map(read.word, ("source", "table", "model", "gpu_type", "gpus", "notes", "dtype")))
     best: tuple[int, Framework] | None = None
     for one in recipes.frameworks():
@@ -204,7 +115,7 @@ def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
 
 
 def _works(
-    read: _GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
+    read: GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
 ) -> Iterator[Workload]:
     """Yield the workloads that a row may have been. Raises `BadInputError`."""
     profile, value_bytes = profile_of(read, framework.profile), value_bytes_of(read)
@@ -220,7 +131,7 @@ def _works(
         raise read.refused("global_batch", allowed)
 
 
-def _batch(read: _GeneralCells, layout: Layout) -> int:
+def _batch(read: GeneralCells, layout: Layout) -> int:
     """Return the global batch; where it is not given, of so many micro-batches as are stated."""
     if read.has("global_batch"):
         return read.whole("global_batch")
@@ -231,7 +142,7 @@ def _batch(read: _GeneralCells, layout: Layout) -> int:
 
 
 def _layouts(
-    read: _GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
+    read: GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
 ) -> Iterator[Layout]:
     gpus = cluster.world
     tp, pp, cp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
@@ -242,16 +153,20 @@ def _layouts(
         raise read.refused("dp", f"gpus / (tp x pp x cp) = {dp}")
     zero = _zero(read, habits, pp)
     fixed: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
+    if model.heads % tp:
+        raise read.refused("tp", f"a divisor of the model's {model.heads} heads")
     if model.sequence % Layout(tp=tp, cp=cp).sequence_multiple:
-        raise read.refused("cp", f"a divisor of the sequence of {model.sequence}, with tp and in halves")
+        column = "cp" if cp > 1 else "tp"
+        raise read.refused(column, f"a divisor of the sequence of {model.sequence}, with tp and in halves")
     if model.experts is not None and tp > 1:
         fixed["etp"] = read.whole("etp", 1 if habits.whole_experts or dp * cp % ep else tp)
+    dispatch = _dispatch(read, habits.expert_dispatch)
     if ep > 1:
-        fixed["expert_dispatch"] = _dispatch(read, habits.expert_dispatch)
+        fixed["expert_dispatch"] = dispatch
     by_layer = zero == 3 and habits.by_layer and pp == 1
     if zero == 3 and (habits.reduce_each or by_layer):
         fixed["reduce"] = "each"
-    group = _shard_group(read, cluster) or habits.shard_group
+    group = _shard_group(read, cluster, dp) or habits.shard_group
     if group and zero and group < dp and dp % group == 0:
         fixed["shard_group"] = group
     stages = [model.layers] if by_layer else _stages(read, model, pp, habits.virtual_stages)
@@ -274,14 +189,14 @@ _DISPATCHES: Mapping[str, ExpertDispatch] = {
 }
 
 
-def _dispatch(read: _GeneralCells, habit: ExpertDispatch) -> ExpertDispatch:
+def _dispatch(read: GeneralCells, habit: ExpertDispatch) -> ExpertDispatch:
     said = read.word("expert_dispatch", habit)
     if said not in _DISPATCHES:
         raise read.refused("expert_dispatch", f"one of {', '.join(_DISPATCHES)}")
     return _DISPATCHES[said]
 
 
-def _zero(read: _GeneralCells, habits: LayoutHabits, pp: int) -> int:
+def _zero(read: GeneralCells, habits: LayoutHabits, pp: int) -> int:
     """Return the degree of ZeRO."""
     said = read.word("zero", str(habits.zero))
     if pp > 1 and habits.pipeline_zero is not None and (said in _ZERO_WORDS or not read.has("zero")):
@@ -293,18 +208,21 @@ def _zero(read: _GeneralCells, habits: LayoutHabits, pp: int) -> int:
     return int(said)
 
 
-def _shard_group(read: _GeneralCells, cluster: Cluster) -> int | None:
+def _shard_group(read: GeneralCells, cluster: Cluster, dp: int) -> int | None:
     """Return the replicas over which a row shards state; ``None``: it does not say. HSDP shards in a node."""
     if read.word("shard_group") in ("HSDP", "HYBRID_SHARD"):
         return cluster.accelerators_per_node
-    return read.whole("shard_group") if read.has("shard_group") else None
+    group = read.whole("shard_group") if read.has("shard_group") else None
+    if group is not None and dp % group:
+        raise read.refused("shard_group", f"a divisor of the {dp} replicas")
+    return group
 
 
-def _micro_batches(read: _GeneralCells) -> Sequence[int]:
+def _micro_batches(read: GeneralCells) -> Sequence[int]:
     return [read.whole("micro_batch")] if read.has("micro_batch") else (1, 2, 4, 8)
 
 
-def _stages(read: _GeneralCells, model: ModelConfig, pp: int, habit: int | None) -> Sequence[int]:
+def _stages(read: GeneralCells, model: ModelConfig, pp: int, habit: int | None) -> Sequence[int]:
     """Return the possible virtual stages."""
     if habit is not None and pp > 1 and not read.has("vpp"):
         return [habit]
@@ -312,20 +230,31 @@ def _stages(read: _GeneralCells, model: ModelConfig, pp: int, habit: int | None)
     if said == "one layer a chunk":
         return [-(-(model.layers + 2) // pp)]
     if said or pp == 1:
-        return [read.whole("vpp", 1)] if pp > 1 else [1]
+        number = read.whole("vpp", 1)
+        return [number] if pp > 1 else [1]
     if model.layers % pp:
         return [1]
     own = model.layers // pp
     return [number for number in range(1, own + 1) if own % number == 0]
 
 
-def _recomputes(read: _GeneralCells, habit: Recompute | None) -> Sequence[Recompute]:
+def _recomputes(read: GeneralCells, habit: Recompute | None) -> Sequence[Recompute]:
     said = read.word("recompute").lower()
     if said in ("none", "selective", "full"):
         return (said,)  # type: ignore[return-value]
     if not said or "policy" in said:
         return ("none", "selective", "full") if habit is None else (habit,)
+    if not {name.strip() for name in said.split(",")} <= _MODULES:
+        allowed = f"none, selective, full, a policy, or modules: {', '.join(sorted(_MODULES))}"
+        raise read.refused("recompute", allowed)
     return ("selective",)
+
+
+_MODULES = frozenset(
+    {"act", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "norm", "shared_experts"}
+)
+"""Modules that Megatron-Core recomputes (recompute_modules in transformer_config.py), and their short
+names."""
 
 
 _SCHEDULES = {
@@ -345,27 +274,27 @@ _SCHEDULES = {
 """Schedules of Myriad by their names here and elsewhere."""
 
 
-def _schedule(read: _GeneralCells, stages: int, habits: LayoutHabits) -> dict[str, Any]:
+def _schedule(read: GeneralCells, stages: int, habits: LayoutHabits) -> dict[str, Any]:
     said = read.word("schedule").lower()
     if not said:
         fits = stages == (habits.virtual_stages or 1)
         return {"schedule": habits.schedule} if habits.schedule and fits else {}
     if said not in _SCHEDULES:
-        raise BadInputError(f"{read.cells.place}, schedule", said, f"one of {', '.join(_SCHEDULES)}")
+        raise read.refused("schedule", f"one of {', '.join(_SCHEDULES)}")
     return {"schedule": _SCHEDULES[said]}
 
 
 # Measured
 
 
-def _measured_memory(read: _GeneralCells) -> MeasuredMemory | None:
+def _measured_memory(read: GeneralCells) -> MeasuredMemory | None:
     """Return the measured memory; ``None``: there is none. Raises `BadInputError`."""
     allocated, reserved = (_size(read, column) for column in ("allocated_bytes", "reserved_bytes"))
     found = MeasuredMemory(allocated, reserved, bool(read.switch("out_of_memory")))
     return None if found == MeasuredMemory() else found
 
 
-def _size(read: _GeneralCells, column: str) -> float | None:
+def _size(read: GeneralCells, column: str) -> float | None:
     if not read.has(column):
         return None
     try:
@@ -378,7 +307,7 @@ def _size(read: _GeneralCells, column: str) -> float | None:
 
 
 def _seconds(
-    read: _GeneralCells, workload: Workload, cluster: Cluster, counted: str, *, needed: bool
+    read: GeneralCells, workload: Workload, cluster: Cluster, counted: str, *, needed: bool
 ) -> float:
     """Return the seconds of an iteration, from the first measure that is given; not a number without one that
     is not ``needed``. ``counted``: what TFLOP/s and MFU count."""
@@ -393,12 +322,12 @@ def _seconds(
     if not read.has("mfu") and not needed:
         return nan
     if not read.has("mfu"):
-        raise read.refused("iteration_s", f"needed, or one of {', '.join(sorted(_MEASURED))}")
+        raise read.refused("iteration_s", f"needed, or one of {', '.join(sorted(MEASURES))}")
     percent = read.number("mfu")
     return flops / (cluster.world * cluster.accelerator.peak_flops_per_second * percent / 100)
 
 
-def _counted_flops(read: _GeneralCells, workload: Workload, said: str) -> float:
+def _counted_flops(read: GeneralCells, workload: Workload, said: str) -> float:
     """Return the FLOPs of an iteration as the row's source counts them."""
     model = workload.model
     tokens = float(workload.global_batch * model.sequence)
@@ -410,12 +339,10 @@ def _counted_flops(read: _GeneralCells, workload: Workload, said: str) -> float:
         "6n": lambda: full - attention,
         "hardware": lambda: full * (4 / 3 if workload.recompute == "full" else 1.0),
     }
-    if said not in counts:
-        raise read.refused("flops", f"one of {', '.join(FLOP_COUNTS)}")
     return counts[said]()
 
 
-def _row_name(read: _GeneralCells, model: ModelConfig) -> str:
+def _row_name(read: GeneralCells, model: ModelConfig) -> str:
     """Return a name that tells rows of a table apart."""
     axes = " ".join(
         f"{axis}{read.word(axis)}" for axis in ("tp", "pp", "dp", "ep", "vpp") if read.word(axis, "1") != "1"

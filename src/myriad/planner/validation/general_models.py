@@ -3,39 +3,14 @@
 import re
 from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 
 from myriad.config import parse_toml
-from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.stage_layers import layer_parameters
+from myriad.planner.validation.general_cells import GeneralCells
 
-__all__ = ["RowCells", "model_of"]
-
-
-class RowCells(Protocol):
-    """Cells of a row, filled from its notes."""
-
-    def word(self, column: str, default: str = "") -> str:
-        """Return the text of a cell, or the default."""
-
-    def has(self, column: str) -> bool:
-        """Return whether a cell says something."""
-
-    def whole(self, column: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
-
-    def number(self, column: str) -> float:
-        """Return a number above 0."""
-
-    def switch(self, column: str) -> bool | None:
-        """Return whether a cell says yes, or notes have its phrase; ``None``: neither."""
-
-    def model_keys(self) -> dict[str, Any]:
-        """Return the keys of the model that columns of their own give."""
-
-    def refused(self, column: str, allowed: str) -> BadInputError:
-        """Return the error about a cell."""
+__all__ = ["model_of"]
 
 
 _KEYS = {
@@ -59,7 +34,7 @@ _MPT: dict[str, Any] = {"position": "none", "norm": "layer", "bias": True, "acti
 _LLAMA: Mapping[str, Any] = {"position": "rotary", "norm": "rms", "activation": "swiglu", "tied": False}
 
 
-def model_of(read: RowCells, recipe: Callable[[str], Mapping[str, Any] | None]) -> ModelConfig:
+def model_of(read: GeneralCells, recipe: Callable[[str], Mapping[str, Any] | None]) -> ModelConfig:
     """Return the model of a row. ``recipe`` returns the keys of a model by its name. Raises
     `BadInputError`."""
     name = re.sub(r"[ _]", "-", read.word("model").split("/")[0].strip().lower())
@@ -75,6 +50,9 @@ def model_of(read: RowCells, recipe: Callable[[str], Mapping[str, Any] | None]) 
             continue  # Tables of experts give the width of one, which the recipe has.
         values[key] = read.whole(column)
     values |= read.model_keys()
+    for key in ("layers", "hidden", "dense_layers"):
+        if type(values.get(key, 0)) is not int:
+            raise read.refused(f"model.{key}", "a whole number")
     for column in ("layers", "hidden", "seq"):
         if _KEYS[column] not in values:
             raise read.refused(column, f"needed: there is no recipe of the model {read.word('model')!r}")
@@ -116,18 +94,24 @@ def _family(name: str) -> Mapping[str, Any]:
     return _GPT if _PLAIN.search(name) else _LLAMA
 
 
+_MOST_HEADS = 2**16
+"""Largest number of heads of a model."""
+
+
 def _usual_heads(hidden: int, tp: int) -> int:
     """Return the number of heads whose width is nearest to 128, of those that ``tp`` ranks can share."""
-    possible = [number for number in range(tp, hidden + 1, tp) if hidden % number == 0] or [1]
+    most = min(hidden, _MOST_HEADS)
+    possible = [number for number in range(tp, most + 1, tp) if hidden % number == 0] or [1]
     return min(possible, key=lambda number: abs(number - hidden / 128))
 
 
-def _share_width(read: RowCells, values: dict[str, Any]) -> None:
+def _share_width(read: GeneralCells, values: dict[str, Any]) -> None:
     """Read the width of all shared experts together, where the notes give that."""
     if "experts" not in values or not read.has("shared_width") or "shared_experts" in values:
         return
-    each = values.get("expert_hidden") or values.get("ffn_hidden", 0)
-    values["shared_experts"] = max(1, read.whole("shared_width") // max(1, each))
+    widths = (values.get(key) for key in ("expert_hidden", "ffn_hidden"))
+    each = next((width for width in widths if isinstance(width, int) and width > 0), 1)
+    values["shared_experts"] = max(1, read.whole("shared_width") // each)
 
 
 def _known(name: str, recipe: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:

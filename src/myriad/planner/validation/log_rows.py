@@ -247,7 +247,7 @@ def _torchtitan(log: _Log, cells: Cells) -> None:
         cells["gpus"] = str(_product(mesh, "pp", "dp_replicate", "dp_shard", "cp", "tp"))
     if whole := log.match(r"global batch size (\d+)"):
         cells["global_batch"] = whole
-    elif (tokens := log.match(r"(\d+) tokens per train step")) and "seq" in cells:
+    elif (tokens := log.match(r"(\d+) tokens per train step")) and int(cells.get("seq", 0)):
         cells["global_batch"] = str(int(tokens) // int(cells["seq"]))
     cells["recompute"] = log.match(r"Applied (selective|full) activation checkpointing") or "none"
     if device := log.match(r"(?:CUDA|GPU) capacity: (?:NVIDIA |AMD )?(?:Instinct )?(\w+)"):

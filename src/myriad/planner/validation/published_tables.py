@@ -21,20 +21,20 @@ from myriad.config import explain
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.validation.general_form import (
+from myriad.planner.validation.general_cells import (
     GENERAL_COLUMNS,
     MODEL_KEY,
-    Recipes,
-    general_row,
-    is_general,
+    is_general_column,
+    missing_columns,
 )
+from myriad.planner.validation.general_form import Recipes, general_row
 from myriad.planner.validation.published_rows import (
     TABLE_KINDS,
     PublishedRow,
     TableCells,
     TableKind,
 )
-from myriad.system.whole_file import read_regular
+from myriad.system.whole_file import read_regular, refuse_gzip
 
 __all__ = [
     "CurvePoint",
@@ -66,7 +66,7 @@ class TableOptions:
     def columns_back(self) -> dict[str, str]:
         """The column of the general form by the column of a file. Raises `BadInputError`."""
         for column in self.columns:
-            if column not in GENERAL_COLUMNS and not column.startswith(MODEL_KEY):
+            if not is_general_column(column):
                 allowed = f"one of {', '.join(GENERAL_COLUMNS)}, or {MODEL_KEY}KEY"
                 raise BadInputError("--columns", column, allowed)
         return {theirs: ours for ours, theirs in self.columns.items()}
@@ -85,6 +85,12 @@ class PublishedTable:
     """Why rows were left out, one error for each."""
     memory_rows: tuple[PublishedRow, ...] = ()
     """Rows that have no time but measured memory, or ran out of it."""
+    is_general: bool = False
+    """Whether the table has the general form."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns, as the file has them."""
+    unread: tuple[str, ...] = ()
+    """Columns of a table in the general form that are not part of that form."""
 
 
 def builtin_tables(*, general: bool = False) -> list[str]:
@@ -92,11 +98,11 @@ def builtin_tables(*, general: bool = False) -> list[str]:
     those of other systems, in the general form."""
     folder = resources.files("myriad.planner.validation") / "tables"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".csv"))
-    headers = {name: frozenset(_columns((folder / name).read_text(encoding="utf-8"))) for name in names}
+    headers = {name: frozenset(_columns(name, (folder / name).read_text(encoding="utf-8"))) for name in names}
     return [
         name
         for name, header in headers.items()
-        if _kind_of(header) is not None or (general and is_general(header))
+        if _kind_of(header) is not None or (general and not missing_columns(header))
     ]
 
 
@@ -115,15 +121,14 @@ def parse_table(
 ) -> PublishedTable:
     """Return the table of a file's text. ``places``: what errors call its rows; off: file and line. Raises
     `BadInputError`."""
-    columns = [options.columns_back.get(column, column) for column in _columns(text)]
+    in_file = _columns(name_or_path, text)
+    columns = [options.columns_back.get(column, column) for column in in_file]
     kind = _kind_of(frozenset(columns))
-    twice = sorted(column for column, count in Counter(columns).items() if count > 1)
-    given = frozenset(columns) | ({"gpu_type"} if options.cluster else set())
-    general = kind is None and is_general(given)
-    if (kind is not None or general) and twice:
+    if kind is None:
+        columns = [_CAPITALISED.get(column.lower(), column) for column in columns]
+        _check_general(name_or_path, columns, has_cluster=options.cluster is not None)
+    if twice := sorted(column for column, count in Counter(columns).items() if count > 1):
         raise BadInputError("TABLE", name_or_path, f"each column once: {', '.join(twice)} occurs twice")
-    if not general and kind is None:
-        raise _unknown_columns(name_or_path, columns)
 
     def read(cells: TableCells) -> Iterator[PublishedRow]:
         if kind is not None:
@@ -151,17 +156,40 @@ def parse_table(
     if not timed:
         allowed = "at least one row with a time: what ran out of memory is predicted beside what did not"
         raise BadInputError("TABLE", name_or_path, allowed)
-    alone = tuple(row for row in rows if isnan(row.seconds))
-    return PublishedTable(Path(name_or_path).stem, title, source, timed, tuple(skipped), alone)
+    return PublishedTable(
+        Path(name_or_path).stem,
+        title,
+        source,
+        timed,
+        tuple(skipped),
+        memory_rows=tuple(row for row in rows if isnan(row.seconds)),
+        is_general=kind is None,
+        columns=tuple(in_file),
+        unread=() if kind else tuple(one for one in columns if not is_general_column(one)),
+    )
 
 
-def _unknown_columns(name_or_path: str, columns: list[str]) -> BadInputError:
+_CAPITALISED = {column.lower(): column for column in GENERAL_COLUMNS}
+"""Columns of the general form, which may be capitalised in any way, by their names in small letters."""
+_MOST_MISSING = 2
+"""Largest number of missing columns with which a table is taken for one in the general form."""
+
+
+def _check_general(name_or_path: str, columns: Sequence[str], *, has_cluster: bool) -> None:
+    """Check that a table of no other kind has the columns of the general form. ``has_cluster``: whether an
+    option names the cluster of all rows. Raises `BadInputError`."""
+    missing = missing_columns(frozenset(columns) | ({"gpu_type"} if has_cluster else set()))
+    if not missing:
+        return
     if any(len(columns) == 1 and mark in columns[0] for mark in ";\t"):
-        return BadInputError("TABLE", name_or_path, "must be separated by commas, not by ; or tabs")
+        raise BadInputError("TABLE", name_or_path, "must be separated by commas, not by ; or tabs")
+    if len(missing) <= _MOST_MISSING:
+        allowed = f"lacks {' and '.join(missing)} (--columns maps other names)"
+        raise BadInputError("TABLE", name_or_path, allowed)
     allowed = "; ".join(f"{known.title}: {', '.join(sorted(known.columns))}" for known in TABLE_KINDS)
     allowed += "; any framework's: model, gpus, gpu_type and iteration_s, tokens_per_s_per_gpu, "
     allowed += "tflops_per_gpu, mfu or memory (--columns maps other names)"
-    return BadInputError("TABLE", name_or_path, f"must have the columns of one of these tables: {allowed}")
+    raise BadInputError("TABLE", name_or_path, f"must have the columns of one of these tables: {allowed}")
 
 
 def _lines(name: str, text: str, columns: list[str]) -> Iterator[tuple[str, dict[str, str | None]]]:
@@ -176,7 +204,7 @@ def _lines(name: str, text: str, columns: list[str]) -> Iterator[tuple[str, dict
                 raise BadInputError(place, values[None], "more cells than the header has columns")
             yield place, values
     except csv.Error as error:
-        raise BadInputError("TABLE", name, f"not CSV at line {reader.line_num}: {error}") from None
+        raise BadInputError("TABLE", name, f"not CSV at line {reader.reader.line_num}: {error}") from None
 
 
 def _rows_of(read: Callable[[TableCells], Iterator[PublishedRow]], cells: TableCells) -> list[PublishedRow]:
@@ -202,6 +230,10 @@ def _check(row: PublishedRow) -> None:
         model, layout, world = workload.model, workload.layout, row.cluster.world
         check_layout(layout)
         layout.shares_of(workload.global_batch, "batch")
+        if model.heads % model.num_kv_heads:
+            raise BadInputError("kv_heads", model.num_kv_heads, f"a divisor of the {model.heads} heads")
+        if layout.ep > 1 and model.experts is None:
+            raise BadInputError("ep", layout.ep, "1: the model has no experts")
         if layout.world != world:
             raise BadInputError("dp x tp x pp", layout.world, f"the {world} GPUs of the row")
         if layout.num_stages > model.layers + 2:
@@ -212,10 +244,18 @@ def _check(row: PublishedRow) -> None:
         if workload.global_batch > _MOST_BATCH or workload.num_micro_batches > _MOST_MICRO_BATCHES:
             allowed = f"at most {_MOST_BATCH:,} sequences, {_MOST_MICRO_BATCHES:,} micro-batches of a replica"
             raise BadInputError("batch", workload.global_batch, allowed)
+    least = max(_LEAST_SECONDS, row.seconds * row.mfu(row.seconds) / _MOST_MFU)
+    if row.seconds < least:
+        allowed = f"at least {least:.3g}, in which the GPUs' peak computes 1/{_MOST_MFU} of the model's FLOPs"
+        raise BadInputError("seconds", f"{row.seconds:.3g}", allowed)
     Costs(row.works[0], row.cluster)
 
 
 _MOST_BATCH, _MOST_MICRO_BATCHES = 2**24, 100_000
+_MOST_MFU = 10
+"""Largest MFU of a row: float8, and sources that count attention otherwise, exceed 1 a few times."""
+_LEAST_SECONDS = 1e-6
+"""Fewest seconds of an iteration: less than the launch of one operator."""
 
 
 def _text(name_or_path: str) -> str:
@@ -223,16 +263,23 @@ def _text(name_or_path: str) -> str:
     if "/" not in name_or_path and ready.is_file():
         return ready.read_text(encoding="utf-8")
     try:
-        return read_regular(Path(name_or_path), _MOST_BYTES).decode("utf-8-sig")
+        data = read_regular(Path(name_or_path), _MOST_BYTES)
+        refuse_gzip("TABLE", name_or_path, data)
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadInputError("TABLE", name_or_path, "not UTF-8") from None
     except OSError as error:
         raise BadInputError("TABLE", name_or_path, f"cannot be read: {error.strerror}") from None
 
 
-def _columns(text: str) -> list[str]:
-    """Return the names in the first line."""
-    return next(csv.reader(text.splitlines()[:1]), [])
+def _columns(name: str, text: str) -> list[str]:
+    """Return the names of the columns of a file. Raises `BadInputError`."""
+    if not text.strip():
+        raise BadInputError("TABLE", name, "is empty: a table is a line of column names, then its rows")
+    try:
+        return [column.strip() for column in next(csv.reader(io.StringIO(text, newline="")))]
+    except csv.Error as error:
+        raise BadInputError("TABLE", name, f"not CSV at line 1: {error}") from None
 
 
 def _kind_of(header: frozenset[str]) -> TableKind | None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from myriad.planner.cost.quantization_costs import Quantization
-from myriad.planner.validation.general_models import RowCells
+from myriad.planner.validation.general_cells import GeneralCells
 from myriad.planner.workload import FrameworkProfile
 
 __all__ = ["profile_of", "value_bytes_of"]
@@ -13,7 +13,7 @@ _ATTENTION = ("attention", "attn")
 """Captured graphs that launch what a block has before its tokens travel to experts."""
 
 
-def profile_of(read: RowCells, profile: FrameworkProfile) -> FrameworkProfile:
+def profile_of(read: GeneralCells, profile: FrameworkProfile) -> FrameworkProfile:
     """Return the profile of a row. Raises `BadInputError`."""
     if quantization := _quantization(read):
         profile = replace(profile, quantization=quantization)
@@ -30,12 +30,12 @@ def profile_of(read: RowCells, profile: FrameworkProfile) -> FrameworkProfile:
     return profile
 
 
-def value_bytes_of(read: RowCells) -> int:
+def value_bytes_of(read: GeneralCells) -> int:
     """Return the bytes of a value of the compute type."""
     return 4 if read.word("dtype").lower() in _FLOAT32 else 2
 
 
-def _quantization(read: RowCells) -> Quantization | None:
+def _quantization(read: GeneralCells) -> Quantization | None:
     dtype = read.word("dtype", "bf16").lower()
     if dtype in ("fp8-blocks", "float8-blocks", "mxfp8", "fp8-mx"):
         return "blocks"
