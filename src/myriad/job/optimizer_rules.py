@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from myriad.errors import need
 from myriad.job.job_values import JobValues
-from myriad.model.config import ModelConfig
+from myriad.model.product_widths import product_widths
 from myriad.optim.config import LossScaleConfig, OptimizerConfig, check_loss_scale, float8_scaling
 
 __all__ = ["OPTIMIZER_RULES", "PRECISION_RULES", "check_precision"]
@@ -100,45 +100,12 @@ def check_precision(job: JobValues) -> None:
     precision, experts = job.train.precision, job.model.experts
     allowed = "float8-blocks, or without float8, with model.experts: each gets any number of tokens"
     need(experts is None or scaling == "blocks", "train.precision", precision, allowed)
-    model, tp = job.model, job.layout.tp
-    lengths = {
-        "model.hidden": model.hidden,
-        **_mlp_lengths(model, tp, job.layout.expert_tp),
-        "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
-        "model.kv_heads x model.head_dim / layout.tp": model.kv_heads_of_rank(tp) * model.head_width,
-        **_latent_lengths(model, tp),
-        "layout.micro_batch x model.sequence / layout.cp": job.layout.micro_batch
-        * model.sequence
-        // job.layout.cp,
-    }
-    for key, length in lengths.items():
+    widths = product_widths(job.model, job.layout.tp, job.layout.expert_tp)
+    tokens = job.layout.micro_batch * job.model.sequence // job.layout.cp
+    lengths = [(one.name, one.size) for one in widths]
+    for key, length in [*lengths, ("layout.micro_batch x model.sequence / layout.cp", tokens)]:
         allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
         need(length % 16 == 0, key, length, allowed)
-
-
-def _mlp_lengths(model: ModelConfig, tp: int, expert_tp: int) -> dict[str, int]:
-    """Return the dimensions of the products of MLPs and experts."""
-    found = {}
-    if model.experts is None or model.has_dense_blocks:
-        found["model.ffn_hidden / layout.tp"] = model.ffn_width * model.up_matrices // tp
-    if model.experts is not None:
-        found["model.expert_hidden / layout.etp"] = model.expert_width // expert_tp
-    return found
-
-
-def _latent_lengths(model: ModelConfig, tp: int) -> dict[str, int]:
-    """Return the dimensions of the products of latent attention."""
-    if model.latent is None:
-        return {}
-    latent, heads = model.latent, model.heads // tp
-    return {
-        "model.kv_lora_rank": latent.key_value_rank,
-        "model.q_lora_rank": latent.query_rank or 0,
-        "model.qk_rope_head_dim": latent.rotated,
-        "model.heads x (model.qk_nope_head_dim + model.v_head_dim) / layout.tp": heads
-        * (latent.plain + latent.value),
-        "model.heads x model.v_head_dim / layout.tp": heads * latent.value,
-    }
 
 
 def _check_float16(job: JobValues) -> None:

@@ -353,6 +353,11 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "a multiple of 16",
         ),
         (
+            ["model.activation=swiglu", "model.ffn_hidden=136", "train.precision=float8"],
+            "model.ffn_hidden / layout.tp",
+            "a multiple of 16",
+        ),
+        (
             ["model.experts=4", "model.experts_per_token=5"],
             "model.experts_per_token",
             "at most model.experts",
