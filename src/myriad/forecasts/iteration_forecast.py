@@ -9,7 +9,7 @@ found.spans         rank -> predicted spans, in the format of measured ones
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from myriad.errors import BadInputError
@@ -19,7 +19,7 @@ from myriad.units import format_bytes, format_number
 if TYPE_CHECKING:
     from myriad.forecasts.measured_loads import MeasuredLoads
     from myriad.job import Job
-    from myriad.planner import Cluster, Costs, IterationSummary, Workload
+    from myriad.planner import Cluster, Costs, DimensionWarning, IterationSummary, Workload
     from myriad.planner.fabric.fabric_forecast import FabricDistribution
     from myriad.planner.simulation.iteration_summary import RankSummary
     from myriad.planner.simulation.simulated_events import NetworkEvents
@@ -194,6 +194,16 @@ class IterationForecast:
         """Return the ranks that share experts, and seconds and probability of fitting with the high load."""
         return self.job.layout.ep, high.seconds, min(rank.fit_probability for rank in high.ranks)
 
+    @cached_property
+    def warnings(self) -> "Sequence[DimensionWarning]":
+        """Dimensions of the model that cost speed in this layout."""
+        from myriad.planner import dimension_warnings, simulate
+
+        def seconds(costs: "Costs") -> float:
+            return simulate(costs, spans=False).seconds
+
+        return dimension_warnings(_workload(self.job, self.cluster), self.cluster, seconds)
+
     def network_lines(self) -> list[str]:
         """Return the effect of the network events in sentences."""
         return [] if self.effect is None else list(self.effect.lines(self.summary))
@@ -220,6 +230,7 @@ class IterationForecast:
             "checkpoint_store_seconds": found.store_seconds,
             "exposed_seconds": {name: found.mean(name) for name in EXPOSED_KINDS},
             "ranks": [_rank_as_json(one) for one in found.ranks],
+            "warnings": [one.as_json() for one in self.warnings],
             **({} if self.effect is None else {"network": self.effect.as_json()}),
             **self._loads_as_json(),
         }

@@ -35,13 +35,14 @@ from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.fabric.fabric_forecast import FabricDistribution, FabricForecaster
 from myriad.planner.fabric.placement_cost import fills_nodes, traffic_of
 from myriad.planner.fabric.placement_search import PlacementResult, place_nodes
+from myriad.planner.search.dimension_warnings import DimensionWarning, dimension_warnings
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
 from myriad.planner.search.plan_explanation import Improvement, improvements, neighbour_layouts, waterfall
 from myriad.planner.search.plan_ranking import fits, simulate_candidates
 from myriad.recipes.cluster import scale_cluster
 from myriad.units import format_number
 
-__all__ = ["ExplainedPlan", "FabricForecast", "FrontPoint", "plan_and_explain"]
+__all__ = ["ExplainedPlan", "FabricForecast", "FrontPoint", "plan_and_explain", "plan_warnings"]
 
 FrontPoint = tuple[float, float, str]
 """Bytes, seconds and description of a layout."""
@@ -102,6 +103,8 @@ class ExplainedPlan:
     """Loads of experts that a run measured."""
     at_high_load: SimulatedPlan | None = None
     """The best plan with the high one of those loads."""
+    warnings: Sequence[DimensionWarning] = ()
+    """Dimensions of the model that cost speed in the best plan."""
 
     @property
     def problem(self) -> LayoutProblem:
@@ -210,6 +213,7 @@ class ExplainedPlan:
             ],
             "waterfall": dict(self.parts),
             "neighbours": [{"with": what, "waterfall": dict(parts)} for what, parts in self.near],
+            "warnings": [one.as_json() for one in self.warnings],
             "would_help": [{"what": one.what, "seconds": one.seconds} for one in self.improvements],
             "device_order": self.device_order,
             "island_size": self.island_size,
@@ -269,12 +273,20 @@ def plan_and_explain(
         slower=question.slower,
         loads=question.loads,
         at_high_load=_at_high_load(question.loads, problem, best, simulations),
+        warnings=plan_warnings(problem, best, simulations),
     )
     if not on_switches:
         return whole
     on_fabric = FabricForecaster(question.cluster, simulations.seconds)
     fabric = _fabric_forecast(on_fabric, problem, whole.ranking(), question.slower)
     return replace(whole, fabric=fabric, placement=fabric.placement)
+
+
+def plan_warnings(
+    problem: LayoutProblem, plan: SimulatedPlan, simulations: SimulationCache
+) -> list[DimensionWarning]:
+    """Return the dimensions of the model that cost speed in a plan."""
+    return dimension_warnings(plan.candidate.workload(problem), problem.cluster, simulations.seconds)
 
 
 def _at_high_load(

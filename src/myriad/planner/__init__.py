@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from myriad.planner.memory.closed_form_memory import fits_probability
     from myriad.planner.memory.rank_memory import memory_of_ranks
     from myriad.planner.memory.recompute_budget import layout_within
+    from myriad.planner.search.dimension_warnings import DimensionWarning, dimension_warnings
     from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
     from myriad.planner.search.plan_ranking import SimulatedPlan
     from myriad.planner.search.planning import (
@@ -83,6 +84,7 @@ __all__ = [
     "ClusterFactors",
     "Costs",
     "CurvePoint",
+    "DimensionWarning",
     "EnvAdvice",
     "ErrorScore",
     "FabricDistribution",
@@ -112,6 +114,7 @@ __all__ = [
     "builtin_tables",
     "describe_interval",
     "describe_layout",
+    "dimension_warnings",
     "fewest_accelerators",
     "find_plans",
     "fit_cluster",
@@ -148,6 +151,7 @@ _MODULE_OF = {
     "ClusterFactors": "validation.fitted_cluster",
     "Costs": "cost.layout_costs",
     "CurvePoint": "validation.published_tables",
+    "DimensionWarning": "search.dimension_warnings",
     "EnvAdvice": "fabric.nccl_tuning",
     "ErrorScore": "validation.prediction_errors",
     "FabricDistribution": "fabric.fabric_forecast",
@@ -177,6 +181,7 @@ _MODULE_OF = {
     "builtin_tables": "validation.published_tables",
     "describe_interval": "validation.prediction_interval",
     "describe_layout": "search.planning",
+    "dimension_warnings": "search.dimension_warnings",
     "fewest_accelerators": "search.planning",
     "find_plans": "search.planning",
     "fit_cluster": "validation.fitted_cluster",

@@ -330,19 +330,24 @@ def _curve(question: "PlanProblem", objective: str, console: "Console | None") -
 
 def _fewest(question: "PlanProblem", days: float, console: "Console | None") -> dict[str, Any]:
     """Find the fewest accelerators that finish within ``days``; print."""
-    from myriad.cli.plan.plan_tables import show_ranking
+    from myriad.cli.plan.plan_tables import show_ranking, show_warnings
+    from myriad.forecasts.plan_answer import plan_warnings
     from myriad.forecasts.plan_curve import fewest_for_days
     from myriad.forecasts.plan_figures import plan_figures
     from myriad.forecasts.planned_job import planned_steps
+    from myriad.planner import SimulationCache
 
     steps = planned_steps(question.job)
     with count_bar("searching") as progress:
         problem, found = fewest_for_days(question, days, progress)
+    warnings = plan_warnings(problem, found, SimulationCache())
     if console is not None:
         world = problem.cluster.world
         title = f"{world:,} accelerator{'s' * (world > 1)}: {steps:,} steps within {days:g} days"
+        show_warnings(console, warnings)
         show_ranking(console, problem, [("1", found)], steps, title=title)
-    return {"days": days, **plan_figures(problem, found, steps).as_json()}
+    figures = plan_figures(problem, found, steps).as_json()
+    return {"days": days, **figures, "warnings": [one.as_json() for one in warnings]}
 
 
 def _plan_text(question: "PlanProblem", found: "ExplainedPlan") -> str:

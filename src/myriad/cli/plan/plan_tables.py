@@ -10,6 +10,7 @@ from myriad.forecasts.plan_curve import PlanCurve
 from myriad.forecasts.plan_figures import PlanFigures, plan_figures
 from myriad.planner import (
     CurvePoint,
+    DimensionWarning,
     FabricDistribution,
     LayoutProblem,
     SimulatedPlan,
@@ -22,7 +23,7 @@ from myriad.units import format_bytes, format_count, format_duration, format_ene
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["show_curve", "show_plan", "show_ranking", "show_waterfalls"]
+__all__ = ["show_curve", "show_plan", "show_ranking", "show_warnings", "show_waterfalls"]
 
 _MOST_NODES = 128
 """Largest number of nodes of an order that are printed."""
@@ -44,6 +45,7 @@ def show_plan(console: "Console", found: ExplainedPlan, files: Sequence[str]) ->
         console.print(said, highlight=False, soft_wrap=True)
     if said := found.load_note:
         console.print(said, highlight=False, soft_wrap=True)
+    show_warnings(console, found.warnings)
     show_ranking(console, found.problem, found.ranking(), steps, title=f"best for {steps:,} steps")
     show_waterfalls(console, found.parts, found.near)
     _show_helps(console, found.best.seconds, [(one.what, one.seconds) for one in found.improvements])
@@ -62,6 +64,12 @@ def show_plan(console: "Console", found: ExplainedPlan, files: Sequence[str]) ->
         console.print(line, highlight=False)
     for file in files:
         console.print(file, highlight=False, soft_wrap=True)
+
+
+def show_warnings(console: "Console", warnings: Sequence[DimensionWarning]) -> None:
+    """Print a line for each warning."""
+    for one in warnings:
+        console.print(one.line, style="yellow", highlight=False, soft_wrap=True)
 
 
 def _show_placement(console: "Console", found: ExplainedPlan) -> None:

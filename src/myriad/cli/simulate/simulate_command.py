@@ -293,6 +293,8 @@ def _print_iteration(
         show(row)
     if found.num_hidden_ranks:
         show(f"and {found.num_hidden_ranks:,} more: --json has all")
+    for warning in found.warnings:
+        show(warning.line, "yellow")
     for line in found.notes():
         show(line, "dim")
     for line in (*found.network_lines(), *fabric_lines, *map(str, written)):

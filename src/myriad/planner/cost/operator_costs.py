@@ -22,6 +22,7 @@ import numpy.typing as npt
 from myriad.planner.cluster_config import Accelerator
 
 __all__ = [
+    "ALIGNED_BYTES",
     "Number",
     "TimeBreakdown",
     "flash_seconds",
@@ -53,7 +54,7 @@ def peak_flops(accelerator: Accelerator, value_bytes: int) -> float:
 _PLAIN_RATIO = 0.5
 """Share of the peak that the batched products of scores reach, whose inner or outer length is a head's
 width."""
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
 """Bytes of which a head's width is a multiple where tensor cores multiply 16-bit scores (NVIDIA, Matrix
 Multiplication Background, section 2.2; arXiv 2401.14489)."""
 _UNALIGNED_RATIO = 0.56
@@ -64,7 +65,7 @@ _UNALIGNED_RATIO = 0.56
 def plain_flops(accelerator: Accelerator, value_bytes: int, head_width: int) -> float:
     """Return the rate of attention's batched products without a flash kernel."""
     slow = accelerator.unaligned_flops_per_second
-    if value_bytes != 2 or slow is None or head_width * value_bytes % _ALIGNED_BYTES == 0:
+    if value_bytes != 2 or slow is None or head_width * value_bytes % ALIGNED_BYTES == 0:
         return _PLAIN_RATIO * peak_flops(accelerator, value_bytes)
     return _UNALIGNED_RATIO * slow
 
