@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from myriad.planner.cluster_config import Accelerator, Calibration, Cluster
+    from myriad.planner.cluster_config import Accelerator, Calibration, Cluster, usual_cluster
     from myriad.planner.cost.layout_costs import Costs
     from myriad.planner.fabric.cluster_fabric import builder_of, shape_of
     from myriad.planner.fabric.fabric_forecast import FabricDistribution
@@ -141,6 +141,7 @@ __all__ = [
     "summarize_sweeps",
     "tune",
     "tuning_evidence",
+    "usual_cluster",
 ]
 
 _MODULE_OF = {
@@ -208,6 +209,7 @@ _MODULE_OF = {
     "summarize_sweeps": "validation.layout_sweeps",
     "tune": "fabric.nccl_tuning",
     "tuning_evidence": "fabric.nccl_tuning",
+    "usual_cluster": "cluster_config",
 }
 
 

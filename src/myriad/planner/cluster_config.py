@@ -21,7 +21,18 @@ from myriad.errors import BadInputError
 from myriad.network.config import FabricShape, Nics
 from myriad.network.node_topology import NodeTopology
 
-__all__ = ["Accelerator", "Calibration", "Cluster", "Float32", "Level", "Link", "Links", "SlowNodes"]
+__all__ = [
+    "Accelerator",
+    "Calibration",
+    "Cluster",
+    "Float32",
+    "Level",
+    "Link",
+    "Links",
+    "Server",
+    "SlowNodes",
+    "usual_cluster",
+]
 
 Level = Literal["node", "network", "spine"]
 
@@ -44,6 +55,17 @@ class Float32(Config):
     flash_ratio: float | None = Field(None, gt=0, le=1)
     flash_half_length: float | None = Field(None, ge=0)
     flash_backward: float | None = Field(None, gt=0)
+
+
+class Server(Config):
+    """The usual server of an accelerator, as its maker or the clouds build it."""
+
+    accelerators: int = Field(8, ge=1)
+    """Accelerators that its fast links join, as jobs use them: 64 of the 72 of an NVL72."""
+    node_bytes_per_second: Rate
+    """Rate of one accelerator in one direction to the others of its server, by the data sheet."""
+    network_bytes_per_second: Rate
+    """The NICs' share of one accelerator."""
 
 
 class Accelerator(Config):
@@ -111,6 +133,8 @@ class Accelerator(Config):
     flash_backward: float = Field(2.5, gt=0)
     """Seconds of FlashAttention-2's backward for one of its forward: five products for two (arXiv 2307.08691,
     section 3.1.2)."""
+    server: Server = Server(node_bytes_per_second=32e9, network_bytes_per_second=25e9)
+    """Where it usually stands; off: PCIe 4 and a NIC of 200 Gb/s each."""
     watts: float | None = Field(None, gt=0, le=1e6)
     """Power limit by its data sheet; off: unknown."""
     dollars_per_hour: float | None = Field(None, ge=0, le=1e6)
@@ -375,3 +399,32 @@ def _check_numbers(numbers: Sequence[int], nodes: int) -> None:
     for number in numbers:
         if not 0 <= number < nodes:
             raise BadInputError("unequal.nodes", number, f"0 to {nodes - 1}")
+
+
+_SLOW = SlowNodes(ratio=0.005, slower_ratio=0.10)
+"""As in the recipes of large clusters (arXiv 2402.15627, sections 5.1 and 6.3)."""
+_NODE_LATENCY, _NETWORK_LATENCY = 2.8e-6, 10e-6
+
+
+def usual_cluster(name: str, accelerator: Accelerator, count: int, per_node: int | None = None) -> Cluster:
+    """Return a cluster of ``count`` accelerators in their usual servers, or in servers of ``per_node``.
+    Raises `BadInputError` unless they fill their servers."""
+    if count < 1:
+        raise BadInputError("accelerators", count, "at least 1")
+    server = accelerator.server
+    per_node = min(count, per_node or server.accelerators)
+    nodes, rest = divmod(count, per_node)
+    if rest:
+        raise BadInputError("accelerators", count, f"a multiple of the {per_node} of a server, or fewer")
+    node, network = server.node_bytes_per_second, server.network_bytes_per_second
+    return Cluster(
+        name=name,
+        nodes=nodes,
+        accelerators_per_node=per_node,
+        accelerator=accelerator,
+        links=Links(
+            node=Link(bytes_per_second=node, latency_seconds=_NODE_LATENCY),
+            network=Link(bytes_per_second=network, latency_seconds=_NETWORK_LATENCY),
+        ),
+        slow_nodes=_SLOW,
+    )

@@ -1,12 +1,14 @@
-"""Clusters by path or name, with accelerators by name and changes on top.
+"""Clusters by path, name or size, with accelerators by name and changes on top.
 
     load_cluster("megascale-256xa100", ["links.ib=200Gbps", "nodes=64"])
+    load_cluster("256xb200")                                              in their usual servers
 
 A change is a key of the file and its value. ``links.network=RATE`` and ``links.node=RATE`` (also ``links.ib``
 and ``links.nvlink``) set a link's rate: of one network port, of one accelerator inside its node.
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -16,19 +18,20 @@ from pydantic_core import ErrorDetails
 from myriad.comm.layout import MOST_RANKS
 from myriad.config import explain, parse_override, set_dotted
 from myriad.errors import BadInputError
-from myriad.planner import Cluster
-from myriad.recipes import read_recipe
+from myriad.planner import Accelerator, Cluster, usual_cluster
+from myriad.recipes import read_recipe, recipe_names
 from myriad.units import parse_rate
 
-__all__ = ["load_cluster", "scale_cluster"]
+__all__ = ["find_accelerator", "load_cluster", "scale_cluster"]
 
 _RATES = {"links.ib": "network", "links.nvlink": "node"}
 _RATES |= {f"links.{level}": level for level in ("node", "network", "spine")}
 
 
 def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
-    """A cluster from a file or recipe with ``key=value`` changes, checked. Raises `BadInputError`."""
-    tree = read_recipe("clusters", name_or_path, "--cluster")
+    """A cluster from a file or recipe, or of so many accelerators, with ``key=value`` changes, checked.
+    Raises `BadInputError`."""
+    tree = _counted(name_or_path) or read_recipe("clusters", name_or_path, "--cluster")
     others = []
     for change in changes:
         dotted, value = parse_override(change)
@@ -46,6 +49,31 @@ def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
         return Cluster.model_validate(tree).check()
     except ValidationError as error:
         raise _as_bad_input(name_or_path, _worst(error.errors())) from None
+
+
+def _counted(name: str) -> dict[str, Any] | None:
+    """Return the tree of a cluster that is given as ``256xb200``; ``None``: it is given otherwise."""
+    given = re.fullmatch(r"(\d+)x([A-Za-z][\w-]*)", name)
+    if given is None or name in recipe_names("clusters"):
+        return None
+    try:
+        _, accelerator = find_accelerator(given[2])
+        cluster = usual_cluster(name, accelerator, int(given[1]))
+    except BadInputError as error:
+        raise BadInputError("--cluster", name, error.allowed) from None
+    return cluster.model_dump(exclude_none=True)
+
+
+def find_accelerator(name: str) -> tuple[str, Accelerator]:
+    """Return the accelerator with this name, and that of its recipe: ``A100-SXM-40GB``, ``H100``. Raises
+    `BadInputError`."""
+    wanted = re.sub(r"[ _]", "-", name.strip().lower())
+    names = recipe_names("accelerators")
+    found = [one for one in names if f"{one}-".startswith(f"{wanted}-")]  # H20 is no H200
+    found = found or [one for one in names if one.startswith(wanted)]
+    if not found:
+        raise BadInputError("gpu_type", name, f"one of {', '.join(names)}")
+    return found[-1], Accelerator.model_validate(read_recipe("accelerators", found[-1], "gpu_type"))
 
 
 def _worst(errors: list[ErrorDetails]) -> ErrorDetails:

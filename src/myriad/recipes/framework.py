@@ -1,14 +1,12 @@
 """Training frameworks by path or name (`myriad.planner.frameworks`), and what else tables name."""
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from myriad.errors import BadInputError
 from myriad.planner import Accelerator, Cluster, Framework, read_framework
 from myriad.recipes import read_recipe, recipe_names
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.cluster import find_accelerator, load_cluster, scale_cluster
 
 __all__ = ["ReadyRecipes", "load_framework", "load_frameworks"]
 
@@ -36,16 +34,8 @@ class ReadyRecipes:
         return scale_cluster(load_cluster(name), accelerators, "gpus")
 
     def accelerator(self, gpu_type: str) -> tuple[str, Accelerator]:
-        """Return the accelerator that a table names, and its recipe: ``A100-SXM-40GB``, ``H100``. Raises
-        `BadInputError`."""
-        wanted = re.sub(r"[ _]", "-", gpu_type.strip().lower())
-        names = recipe_names("accelerators")
-        found = [name for name in names if f"{name}-".startswith(f"{wanted}-")]  # H20 is no H200
-        found = found or [name for name in names if name.startswith(wanted)]
-        if not found:
-            raise BadInputError("gpu_type", gpu_type, f"one of {', '.join(names)}")
-        name = found[-1]
-        return name, Accelerator.model_validate(read_recipe("accelerators", name, "gpu_type"))
+        """Return the accelerator that a table names, and its recipe. Raises `BadInputError`."""
+        return find_accelerator(gpu_type)
 
     def model(self, name: str) -> Mapping[str, Any] | None:
         """Return the keys of a model; ``None``: there is no such recipe."""

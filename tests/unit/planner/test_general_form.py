@@ -9,6 +9,7 @@ from myriad.planner import Framework, TableOptions, framework_errors, predict_ta
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.validation.prediction_interval import framework_interval
 from myriad.planner.validation.published_rows import PublishedRow
+from myriad.recipes.cluster import load_cluster
 from myriad.recipes.framework import ReadyRecipes, load_framework, load_frameworks
 from myriad.reports.charts.validation_chart import validation_svg
 
@@ -406,3 +407,20 @@ def test_a_framework_s_interval_comes_from_the_others(tmp_path: Path) -> None:
 )
 def test_an_accelerator_is_not_taken_for_one_whose_name_begins_alike(said: str, recipe: str) -> None:
     assert ReadyRecipes().accelerator(said)[0] == recipe
+
+
+def test_a_number_of_accelerators_is_a_cluster_of_their_usual_servers() -> None:
+    cluster = load_cluster("256xb200", ["links.network=800Gbps"])
+    assert (cluster.nodes, cluster.accelerators_per_node) == (32, 8)
+    assert cluster.accelerator.name == "B200 SXM 180 GB"
+    assert cluster.links.network is not None and cluster.links.network.bytes_per_second == 100e9
+    rack = load_cluster("4xGB300")
+    assert (rack.nodes, rack.world, rack.links.node.bytes_per_second) == (1, 4, 900e9)
+    for name, allowed in (
+        ("100xh100", "a multiple of the 8 of a server, or fewer"),
+        ("0xh100", "at least 1"),
+        ("8xfoo", "one of a100-sxm-40gb"),
+        ("b200", "or so many accelerators: 256xb200"),
+    ):
+        with pytest.raises(BadInputError, match=f"--cluster.*{name}.*{allowed}"):
+            load_cluster(name)

@@ -41,7 +41,11 @@ def plan(
         str | None, typer.Argument(metavar="JOB", help="Job file or recipe.", show_default=False)
     ] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="CLUSTER", help="Cluster file, recipe, or this-machine.")
+        str,
+        typer.Option(
+            metavar="CLUSTER",
+            help="Cluster file, recipe, this-machine, or 256xb200: so many in their usual servers.",
+        ),
     ] = "laptop",
     measure: Annotated[
         bool,

@@ -137,7 +137,8 @@ def show_ranking(
         elsewhere = "" if found.accelerators == problem.cluster.world else f", on {found.accelerators:,}"
         lines.append(_Line(rank, found.layout + elsewhere + _switched_off(plan), cells))
     _show_lines(console, title, names, lines)
-    if said := _totals(problem, plan_figures(problem, rows[0][1], steps)):
+    best = next((plan for rank, plan in rows if rank == "1"), None)
+    if best is not None and (said := _totals(problem, plan_figures(problem, best, steps))):
         console.print(said, style="dim", highlight=False)
     _show_promise(console, problem)
 

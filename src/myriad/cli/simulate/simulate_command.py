@@ -41,7 +41,7 @@ def simulate(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help="Predict on this cluster: a file or a recipe."),
+        typer.Option(metavar="CLUSTER", help="Predict on this cluster: a file, a recipe, or 256xb200."),
     ] = None,
     program: Annotated[
         bool,

@@ -1,52 +1,18 @@
 """The cluster of a row of the general form: its accelerator, and links by what the row says of them.
 
-What a row leaves open is the usual server of that accelerator: eight of them (`_NODES`), and a NIC for each.
+What a row leaves open is the usual server of that accelerator (`Accelerator.server`).
 """
 
 import re
 from collections.abc import Callable
 from itertools import combinations
-from typing import NamedTuple
 
+from myriad.errors import BadInputError
 from myriad.network.node_topology import NodeTopology
-from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links, SlowNodes
+from myriad.planner.cluster_config import Accelerator, Cluster, Link, usual_cluster
 from myriad.planner.validation.general_cells import GeneralCells
 
 __all__ = ["cluster_of"]
-
-
-class _Node(NamedTuple):
-    """The usual server of an accelerator."""
-
-    node_bytes_per_second: float
-    """Of one accelerator in one direction, by the data sheet."""
-    network_bytes_per_second: float
-    """NICs' share of one accelerator."""
-    accelerators: int = 8
-
-
-_NODES = {
-    "v100": _Node(150e9, 3.125e9),
-    "a100": _Node(300e9, 25e9),
-    "a800": _Node(200e9, 25e9),
-    "h100": _Node(450e9, 50e9),
-    "h200": _Node(450e9, 50e9),
-    "h800": _Node(200e9, 50e9),
-    "b200": _Node(900e9, 50e9),
-    "gb200": _Node(900e9, 50e9, 64),
-    "gb300": _Node(900e9, 100e9, 64),
-    "h20-": _Node(450e9, 50e9),
-    "mi300x": _Node(448e9, 50e9),
-    "mi355x": _Node(537.6e9, 50e9),
-    "rtx5090": _Node(64e9, 12.5e9),
-    "tpu-v5p": _Node(300e9, 25e9, 4),
-}
-"""NVLink 2 to 5, Infinity Fabric (seven links of 64 or 76.8 GB/s), PCIe 5, a TPU's six links to neighbours
-(4,800 Gbit/s, both ways); DGX V100, A100, H100, B200. Jobs use 64 of the 72 GPUs of an NVL72."""
-_OTHER = _Node(32e9, 25e9)
-_SLOW = SlowNodes(ratio=0.005, slower_ratio=0.10)
-"""As in the recipes of large clusters (arXiv 2402.15627, sections 5.1 and 6.3)."""
-_NODE_LATENCY, _NETWORK_LATENCY = 2.8e-6, 10e-6
 
 
 def cluster_of(
@@ -56,33 +22,32 @@ def cluster_of(
     if not read.has("gpu_type"):
         raise read.refused("gpu_type", "needed: the cell is empty; or --cluster for all rows")
     recipe, accelerator = accelerators(_stated_type(read) or read.word("gpu_type"))
-    usual = next((node for key, node in _NODES.items() if recipe.startswith(key)), _OTHER)
     said = read.word("interconnect")
-    per_node = _per_node(read, said, usual)
-    nodes = max(1, -(-gpus // per_node))
-    per_node = gpus if nodes == 1 else per_node
-    if gpus % per_node:
-        raise read.refused("gpus", f"a multiple of the {per_node} of a node, or fewer")
-    network = _network(said, per_node)
-    check, network_check = _checks(said, nodes)
-    inside = re.search(r"NVLink (\d+) GB/s in the node", said)
-    node_rate = float(inside[1]) * 0.5e9 if inside else usual.node_bytes_per_second
-    return Cluster(
-        name=recipe,
-        nodes=nodes,
-        accelerators_per_node=per_node,
-        accelerator=accelerator,
-        links=Links(
-            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY, check_seconds=check),
-            network=Link(
-                bytes_per_second=usual.network_bytes_per_second if network is None else network,
-                latency_seconds=_SWEEP_LATENCY if _BUS_BANDWIDTH.search(said) else _NETWORK_LATENCY,
-                achievable_ratio=_reached(said, recipe, nodes, read.word("notes")),
-                check_seconds=network_check,
-            ),
-        ),
-        slow_nodes=_SLOW,
-        inside=_QUAD if recipe.startswith("v100") and per_node == 4 else None,
+    try:
+        cluster = usual_cluster(recipe, accelerator, gpus, _per_node(read, said))
+    except BadInputError as error:
+        raise read.refused("gpus", error.allowed) from None
+    per_node, links = cluster.accelerators_per_node, cluster.links
+    check, network_check = _checks(said, cluster.nodes)
+    node: dict[str, object] = {"check_seconds": check}
+    if inside := re.search(r"NVLink (\d+) GB/s in the node", said):
+        node["bytes_per_second"] = float(inside[1]) * 0.5e9
+    network: dict[str, object] = {
+        "check_seconds": network_check,
+        "achievable_ratio": _reached(said, recipe, cluster.nodes, read.word("notes")),
+    }
+    if (rate := _network(said, per_node)) is not None:
+        network["bytes_per_second"] = rate
+    if _BUS_BANDWIDTH.search(said):
+        network["latency_seconds"] = _SWEEP_LATENCY
+    assert links.network is not None
+    changed = {
+        "node": Link.model_validate(links.node.model_dump() | node),
+        "network": Link.model_validate(links.network.model_dump() | network),
+    }
+    quad = recipe.startswith("v100") and per_node == 4
+    return cluster.model_copy(
+        update={"links": links.model_copy(update=changed), "inside": _QUAD if quad else None}
     )
 
 
@@ -155,14 +120,14 @@ def _checks(said: str, nodes: int) -> tuple[float, float]:
     return _CHECKS if checked else (0.0, 0.0)
 
 
-def _per_node(read: GeneralCells, said: str, usual: _Node) -> int:
+def _per_node(read: GeneralCells, said: str) -> int | None:
+    """Return the accelerators of a node, if the row states them."""
     if read.has("gpus_per_node"):
         return read.whole("gpus_per_node")
     stated = re.search(r"(\d+) GPUs a node", said)
-    per_node = int(stated[1]) if stated else usual.accelerators
-    if per_node < 1:
+    if stated and int(stated[1]) < 1:
         raise read.refused("interconnect", "at least 1 GPU a node")
-    return per_node
+    return int(stated[1]) if stated else None
 
 
 _A_NODE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?) ?G(?:bps|bit/s|b/s) (?:node-node|a node)")
