@@ -9,6 +9,7 @@ from myriad.comm.layout import Layout, offloads_master, trains_alone
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.module_gathers import ModuleGathers
+from myriad.planner.cost.operator_costs import optimizer_bytes
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.program.config import OverlapConfig
@@ -206,6 +207,11 @@ class FrameworkProfile:
     overlaps with them; off: the number of `myriad.model.overlap_parts`."""
     memory: FrameworkMemory = field(default_factory=FrameworkMemory)
     """Values about memory, which do not affect speed."""
+
+    def update_bytes(self, optimizer: OptimizerName, value_bytes: int, ema_every: int) -> float:
+        """Return the bytes that an update moves for each parameter. ``value_bytes``: bytes of one element of
+        the compute type; ``ema_every``: steps between updates of a moving average, 0: there is none."""
+        return self.optimizer_bytes or optimizer_bytes(optimizer, value_bytes, ema_every)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
-from itertools import groupby
 from operator import add
 
 from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices, matrices_of_rank
@@ -37,7 +36,7 @@ from myriad.planner.cost.head_costs import embedding_times, head_times
 from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.matrix_costs import matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
-from myriad.planner.cost.operator_costs import TimeBreakdown, optimizer_bytes, sweep_seconds
+from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
 from myriad.planner.cost.replica_messages import bucket_seconds, gather_and_reduce
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
@@ -164,24 +163,23 @@ class Costs:
         return times
 
     def _stage(self, own: Sequence[int]) -> StageCosts:
-        kinds, workload = layer_kinds(self.workload.model), self.workload
-        counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
+        """Return the costs of a stage with these layers."""
+        workload, every = self.workload, layer_kinds(self.workload.model)
+        kinds = [every[layer] for layer in own]
+        counts = Counter(sorted(kinds))
         times = _sum_of_layers(self._times, counts)
         paired = None if self._paired_times is None else _sum_of_layers(self._paired_times, counts)
         others, experts = self.held_parameters(own)
         parameters = others + experts
-        again = self._again([kinds[layer] for layer in own])
-        inputs = float(times.backward_input.total + again.total)
-        gather, reduced, update = self._data_parallel(others, experts, [kinds[layer] for layer in own])
+        again = self._again(kinds)
+        gather, reduced, update = self._data_parallel(others, experts, kinds)
         updated = self._own_parameters(others, experts)
-        across = self._across_seconds(updated)
-        shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
+        shapes = [matrix for kind in kinds for matrix in self._matrices_of(kind)]
         groups = self.replicas, self._ring(self.slice.experts.alike())
         matrices = matrix_costs(shapes, workload, self.cluster, *groups, num_chunks=self.num_chunks)
         copies = self._copies(own, others, experts, shapes)
         if self._by_module:
-            forward, backward = self._module_seconds([kinds[layer] for layer in own])
-            passes = forward, backward, 0.0
+            passes = *self._module_seconds(kinds), 0.0
             found = StageCosts(times, again, parameters, updated, *passes, 0.0, 0.0, update, matrices)
             return replace(found, copy_activations=copies[0], copy_state=copies[1])
         return StageCosts(
@@ -190,13 +188,13 @@ class Costs:
             parameters=parameters,
             own_parameters=updated,
             forward=float(times.forward.total),
-            backward_input=inputs,
+            backward_input=float(times.backward_input.total + again.total),
             backward_weight=float(times.backward_weight.total),
             gather=gather,
             reduce=reduced,
             update=update,
             matrices=matrices,
-            reduce_across=across,
+            reduce_across=self._across_seconds(updated),
             copy_activations=copies[0],
             copy_state=copies[1],
             copied_parameters=others / workload.layout.num_holders
@@ -286,18 +284,19 @@ class Costs:
         backward = times.backward_input + times.backward_weight
         backward = backward + (times.selective_recompute if selective else TimeBreakdown())
 
-        def seconds(turn: TimeBreakdown, name: str, share: float) -> float:
-            scores = turn.attention if name == "output" else 0.0
-            return float(share * (turn.matmul + turn.memory + turn.tensor) + scores)
+        def seconds(block: TimeBreakdown, name: str, share: float) -> float:
+            scores = block.attention if name == "output" else 0.0
+            return float(share * (block.matmul + block.memory + block.tensor) + scores)
 
         found = []
         for name, (elements, share) in shares.items():
             held = elements / self.workload.layout.tp
-            turns = seconds(times.forward, name, share), seconds(backward, name, share)
-            found.append(Module(name, held, *turns, *self._module_communication(held, keys)))
+            passes = seconds(times.forward, name, share), seconds(backward, name, share)
+            found.append(Module(name, held, *passes, *self._module_communication(held, keys)))
         return found
 
     def _module_communication(self, elements: float, keys: ModuleGathers) -> tuple[float, float]:
+        """Return the seconds to gather a module of so many elements, and to reduce its gradients."""
         workload, accelerator = self.workload, self.cluster.accelerator
         gathered, reduced = elements * workload.value_bytes, elements * workload.profile.gradient_bytes
         copied = sweep_seconds(accelerator, keys.gather_passes * gathered, 2.0)
@@ -325,7 +324,7 @@ class Costs:
     def optimizer_bytes(self) -> float:
         """Bytes that the optimizer moves for each parameter."""
         one = self.workload
-        return one.profile.optimizer_bytes or optimizer_bytes(one.optimizer, one.value_bytes, one.ema_every)
+        return one.profile.update_bytes(one.optimizer, one.value_bytes, one.ema_every)
 
     def _data_parallel(self, others: float, experts: float, kinds: list[str]) -> tuple[float, float, float]:
         """Return the seconds of gather, reduction and update of a stage. Where its experts have a chunk of
@@ -339,9 +338,9 @@ class Costs:
         update = sweep_seconds(self.cluster.accelerator, own * self.optimizer_bytes, 2.0)
         return gather, reduced, float(update)
 
-    def gather_and_reduce(self, sums: DpCollectives, parameters: float) -> tuple[float, float]:
+    def gather_and_reduce(self, collectives: DpCollectives, parameters: float) -> tuple[float, float]:
         """Return the seconds to gather parameters of a stage, and to reduce their gradients."""
-        return gather_and_reduce(self.workload, sums, parameters, self.num_chunks)
+        return gather_and_reduce(self.workload, collectives, parameters, self.num_chunks)
 
     def _across_seconds(self, own: float) -> float:
         """Return the seconds of the sum across groups of so many parameters of this rank's shards."""

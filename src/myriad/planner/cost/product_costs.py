@@ -289,8 +289,8 @@ def _quantized(
         gathers: Gathered | None = None
         if number < num_cut:
             gathers = "grad" if number % 2 else "x"
-        for turn, moved in enumerate(_conversions(context, tokens, n, k, apart, gathers)):
-            found[turn] = found[turn] + stream_seconds(accelerator, *moved)
+        for which, moved in enumerate(_conversions(context, tokens, n, k, apart, gathers)):
+            found[which] = found[which] + stream_seconds(accelerator, *moved)
     forward, inputs, weights = found
     return forward, inputs, weights
 

@@ -28,7 +28,7 @@ from myriad.planner.cost.collective_costs import (
 )
 from myriad.planner.cost.expert_ranks import holders
 from myriad.planner.cost.matrix_costs import newton_schulz_seconds
-from myriad.planner.cost.operator_costs import optimizer_bytes, sweep_seconds
+from myriad.planner.cost.operator_costs import sweep_seconds
 from myriad.planner.cost.stage_layers import first_alike
 from myriad.planner.search.layout_problem import Sharding
 from myriad.planner.search.layout_space import LayoutGrid
@@ -80,6 +80,7 @@ def _expert_collectives(grid: LayoutGrid, size: int | None) -> DpCollectives | N
 
 
 def _group_collectives(grid: LayoutGrid, size: int | None) -> _Groups:
+    """Return the collectives of groups of ``size`` replicas that share state; ``None``: all replicas."""
     problem, every = grid.problem, grid.num_holders
     layout, stride = Layout(dp=grid.dp, tp=grid.tp, pp=grid.pp, cp=grid.cp), grid.tp * grid.pp * grid.cp
     if size is None or size == every:
@@ -123,10 +124,12 @@ class _StepForm:
         return self._found[key]
 
     def _update(self, own: Array, shards: int) -> Array:
+        """Return the seconds of the update of ``own`` parameters, with the gradient norm, the wait for the
+        batch and orthogonalization. ``shards``: ranks that share the state of a parameter."""
         problem, grid = self.grid.problem, self.grid
         accelerator = problem.cluster.accelerator
-        each = optimizer_bytes(problem.optimizer, problem.value_bytes, problem.ema_every)
-        step = sweep_seconds(accelerator, own * (problem.profile.optimizer_bytes or each), 2.0)
+        each = problem.profile.update_bytes(problem.optimizer, problem.value_bytes, problem.ema_every)
+        step = sweep_seconds(accelerator, own * each, 2.0)
         norm = sweep_seconds(accelerator, 4 * own, 2.0)
         copied = copied_sum_seconds(problem.model, problem.cluster, grid.tp, grid.pp, shards)
         norm = norm + self.norm_sum + copied
@@ -166,7 +169,7 @@ class _DpForm:
     ) -> None:
         grid, problem = times.grid, times.grid.problem
         self.times, self.grid = times, grid
-        self.sums, self.sums_across = groups
+        self.inside, self.between = groups
         self.zero, self.each = shard.zero, shard.reduce == "each"
         self.data = data and grid.num_holders > 1
         self.v = np.array([float(stages) for _, stages in grid.schedules])
@@ -175,29 +178,30 @@ class _DpForm:
         self.n = self.v * self.chunks
         others, experts = times.held
         self.own, self.update = step.of(shard)
-        self.gather, self.reduce = self._collectives(self.sums, others / self.n)
+        self.gather, self.reduce = self._chunk_seconds(self.inside, others / self.n)
         if of_experts is not None and np.any(experts):
-            gather, reduce = self._collectives(of_experts, experts / self.n)
+            gather, reduce = self._chunk_seconds(of_experts, experts / self.n)
             self.gather, self.reduce = self.gather + gather, self.reduce + reduce
         self.across = self._across_seconds(self.own / self.n)
         forward, inputs, weights, _ = times.mean
         self.forward = forward[:, :1] / self.n
         self.backward = (inputs + weights)[:, :1] / self.n
 
-    def _collectives(self, sums: DpCollectives, parameters: Array) -> tuple[Array, Array]:
+    def _chunk_seconds(self, collectives: DpCollectives, parameters: Array) -> tuple[Array, Array]:
+        """Return the seconds to gather a chunk of so many parameters, and to reduce its gradients."""
         problem = self.grid.problem
         gradients = parameters * problem.profile.gradient_bytes
         if not self.zero:
-            return np.zeros_like(parameters), np.asarray(sums.all_reduce_seconds(gradients))
-        whole = np.asarray(sums.all_gather_seconds(parameters * problem.value_bytes))
-        return whole, np.asarray(sums.all_gather_seconds(gradients))
+            return np.zeros_like(parameters), np.asarray(collectives.all_reduce_seconds(gradients))
+        gather = np.asarray(collectives.all_gather_seconds(parameters * problem.value_bytes))
+        return gather, np.asarray(collectives.all_gather_seconds(gradients))
 
     def _across_seconds(self, own: Array) -> Array | None:
         """Return the seconds of a chunk's sum across groups, of so many parameters of this rank's shards;
         ``None``: there is one group."""
-        if self.sums_across is None:
+        if self.between is None:
             return None
-        return np.asarray(self.sums_across.all_reduce_seconds(own * self.grid.problem.profile.gradient_bytes))
+        return np.asarray(self.between.all_reduce_seconds(own * self.grid.problem.profile.gradient_bytes))
 
     def seconds(self, optimizer: bool) -> Array:
         """Return the sum of the exposed seconds, the slowdown of compute and the update."""
@@ -213,14 +217,14 @@ class _DpForm:
         if optimizer and self.zero in (1, 2):
             shown = np.maximum(0.0, shown - update * (1 - 1 / self.n))
         shown = np.minimum(shown, gathers) + np.minimum(self._shown_reduces(), reduces)
-        slowed: Array = shown + self.sums.ring.busy_ratio * (gathers + reduces - shown) + update
+        slowed: Array = shown + self.inside.ring.busy_ratio * (gathers + reduces - shown) + update
         return slowed if self.across is None else slowed + self._slowed_across(self.across)
 
     def _slowed_across(self, across: Array) -> Array:
         """Return the exposed seconds of the sums across groups, and the slowdown of compute by the rest."""
-        assert self.sums_across is not None
+        assert self.between is not None
         shown = self._shown_once(across)
-        slowed: Array = shown + self.sums_across.ring.busy_ratio * np.maximum(0.0, self.n * across - shown)
+        slowed: Array = shown + self.between.ring.busy_ratio * np.maximum(0.0, self.n * across - shown)
         return slowed
 
     @cached_property
@@ -242,6 +246,7 @@ class _DpForm:
         return np.stack(columns, axis=1)
 
     def _shown_gathers(self) -> Array:
+        """Return the exposed seconds of the gathers of an iteration, with overlap."""
         g, f, k = self.gather, self.forward, self.chunks
         once = np.maximum(g, k * g - (k - 1) * f)
         later = (self.v - 1) * np.minimum(self.m, self.grid.pp) * k * f
@@ -252,6 +257,7 @@ class _DpForm:
         return np.where(self.v > 1, again, once)
 
     def _shown_reduces(self) -> Array:
+        """Return the exposed seconds of the reductions of an iteration, with overlap."""
         r, b = self.reduce, self.backward
         if self.each:
             shown: Array = r + self.m * self.n * np.maximum(0.0, r - b)
@@ -267,6 +273,7 @@ class _DpForm:
 
 
 def _tied_seconds(grid: LayoutGrid) -> float:
+    """Return the seconds to sum the gradients of an embedding that the first and the last stage share."""
     model, problem = grid.problem.model, grid.problem
     if not model.shares_embedding or grid.pp == 1:
         return 0.0

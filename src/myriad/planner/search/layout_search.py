@@ -46,7 +46,7 @@ _TIE = 1e-4
 """Share of the time by which a layout that fills all memory ranks behind one that needs none: of equal
 layouts the one with less memory wins."""
 
-_MOST_COMPUTES, _MOST_IN_ALL = 2**17, 1_000_000
+_MOST_FORWARDS, _MOST_IN_ALL = 2**17, 1_000_000
 """Forwards in the programs of one layout that is passed on, and of all of them. A million take some ten
 seconds; of ready-made jobs the longest have 53 thousand, a hundred of them half a million."""
 
@@ -62,6 +62,7 @@ class SearchResult:
     num_layouts: int
     """Number of legal layouts."""
     num_fitting: int
+    """Number of legal layouts that fit in memory."""
     with_more_memory: tuple[LayoutCandidate, ...] = ()
     """The best few layouts on the same accelerators with twice the memory, if they were asked for."""
 
@@ -121,7 +122,7 @@ class _Pool:
         rows, chosen, in_all = self.joined(), list[Array](), 0
         for row in rows:
             own = self._num_forwards(row)
-            if own > _MOST_COMPUTES:
+            if own > _MOST_FORWARDS:
                 continue
             in_all += own
             if len(chosen) == count or in_all > _MOST_IN_ALL:
@@ -183,12 +184,12 @@ def _without_redundant(grid: LayoutGrid, scores: _Scores) -> _Scores:
     """Return the scores of a grid, with redundant layouts excluded from the result."""
     if not grid.redundant.any():
         return scores
-    gone = grid.redundant[None, :, :, None]
+    redundant = grid.redundant[None, :, :, None]
     return replace(
         scores,
-        seconds=np.where(gone[..., None, None, None], np.inf, scores.seconds),
-        num_bytes=np.where(gone, np.inf, scores.num_bytes),
-        fits=scores.fits & ~gone,
+        seconds=np.where(redundant[..., None, None, None], np.inf, scores.seconds),
+        num_bytes=np.where(redundant, np.inf, scores.num_bytes),
+        fits=scores.fits & ~redundant,
     )
 
 
@@ -207,6 +208,7 @@ def _num_cells(grid: LayoutGrid) -> int:
 
 
 def _add_best(pool: _Pool, number: int, keys: Array, scores: _Scores) -> None:
+    """Add the best few layouts of each cell of a grid that fit."""
     if not scores.fits.any():
         return
     num_cells = _num_cells(pool.grids[number])
@@ -243,8 +245,8 @@ def _scored_front(pool: _Pool) -> Iterator[LayoutCandidate]:
 
 def _count(grid: LayoutGrid, fits: npt.NDArray[np.bool_]) -> int:
     """Count the layouts that fit, with each switch counted only where it changes the program."""
-    shares = fits.sum(axis=(0, 1, 3))
-    return int((shares * grid.num_switches).sum()) * len(grid.tensors) * len(grid.pipelines)
+    by_sharding = fits.sum(axis=(0, 1, 3))
+    return int((by_sharding * grid.num_switches).sum()) * len(grid.tensors) * len(grid.pipelines)
 
 
 MIN_FIT_PROBABILITY = 0.9

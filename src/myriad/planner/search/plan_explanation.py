@@ -185,7 +185,7 @@ def _link(cluster: Cluster, level: str, link: Link, rate: float, latency: float)
     return cluster.model_copy(update={"links": cluster.links.model_copy(update={level: better})})
 
 
-_MOST_COMPUTES = 600_000
+_MOST_FORWARDS = 600_000
 """Largest number of forwards in the programs of all neighbours: more take tens of seconds."""
 _SWITCHES = ("pipeline", "data", "optimizer")
 
@@ -203,7 +203,7 @@ def neighbour_layouts(
         num_chunks = count_chunks(layout, other.overlap, layers)
         whole = problem.global_batch // (layout.dp * layout.micro_batch)
         in_all += num_simulated_forwards(layout, num_chunks, whole)
-        if in_all <= _MOST_COMPUTES:
+        if in_all <= _MOST_FORWARDS:
             yield what, other
 
 

@@ -40,7 +40,7 @@ _BASES = 4
 
 _FIRST = 12
 """Number of top plans whose memory is recomputed exactly."""
-_MOST_COMPUTES = 12_000
+_MOST_FORWARDS = 12_000
 """Largest number of forwards of a program whose memory is recomputed: longer ones keep the formulas'
 bytes."""
 
@@ -164,7 +164,7 @@ def _counted(
     cluster, workload = problem.cluster, plan.candidate.workload(problem)
     costs = Costs(workload, cluster)
     layout, count = workload.layout, workload.num_micro_batches
-    if count * layout.num_stages * costs.num_chunks > _MOST_COMPUTES and not whatever_length:
+    if count * layout.num_stages * costs.num_chunks > _MOST_FORWARDS and not whatever_length:
         return plan
     ranks = simulations.memory(costs, checks=checks)
     fullest = max(ranks, key=lambda memory: float(memory.total))

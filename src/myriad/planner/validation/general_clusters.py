@@ -34,7 +34,7 @@ def cluster_of(
         node["bytes_per_second"] = float(inside[1]) * 0.5e9
     network: dict[str, object] = {
         "check_seconds": network_check,
-        "achievable_ratio": _reached(said, recipe, cluster.nodes, read.word("notes")),
+        "achievable_ratio": _reached_ratio(said, recipe, cluster.nodes, read.word("notes")),
     }
     if (rate := _network(said, per_node)) is not None:
         network["bytes_per_second"] = rate
@@ -68,7 +68,7 @@ _OLD_OMNI_PATH = re.compile(r"\b0(?:1-\d\d|2-(?:[01]\d|2[0-4]))\b"), 0.10
 of 400 Gbit/s (experiments/bandwidth, January 2022). What they reach since is not stated: 135 is assumed."""
 
 
-def _reached(said: str, recipe: str, nodes: int, notes: str) -> float | None:
+def _reached_ratio(said: str, recipe: str, nodes: int, notes: str) -> float | None:
     """Return the share of the NICs' rate that is reached; ``None``: nothing is known about it."""
     if "OmniPath" not in said:
         return None

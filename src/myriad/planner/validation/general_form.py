@@ -101,6 +101,8 @@ def _framework_of(read: GeneralCells, recipes: Recipes) -> Framework:
         try:
             return recipes.framework(named)
         except BadInputError as error:
+            if error.key != "--framework":  # a value in its file
+                raise
             raise read.refused("framework", error.allowed) from None
     said = " | ".join(map(read.word, ("source", "table", "model", "gpu_type", "gpus", "notes", "dtype")))
     best: tuple[int, Framework] | None = None
@@ -144,30 +146,15 @@ def _batch(read: GeneralCells, layout: Layout) -> int:
 def _layouts(
     read: GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
 ) -> Iterator[Layout]:
-    gpus = cluster.world
-    tp, pp, cp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
-    if gpus % (tp * pp * cp):
-        raise read.refused("gpus", f"a multiple of tp x pp x cp = {tp * pp * cp}")
-    dp, habits = gpus // (tp * pp * cp), framework.habits
-    if read.has("dp") and read.whole("dp") != dp:
-        raise read.refused("dp", f"gpus / (tp x pp x cp) = {dp}")
-    zero = _zero(read, habits, pp)
-    fixed: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
-    if model.heads % tp:
-        raise read.refused("tp", f"a divisor of the model's {model.heads} heads")
-    if model.sequence % Layout(tp=tp, cp=cp).sequence_multiple:
-        column = "cp" if cp > 1 else "tp"
-        raise read.refused(column, f"a divisor of the sequence of {model.sequence}, with tp and in halves")
-    if model.experts is not None and tp > 1:
-        fixed["etp"] = read.whole("etp", 1 if habits.whole_experts or dp * cp % ep else tp)
-    dispatch = _dispatch(read, habits.expert_dispatch)
-    if ep > 1:
-        fixed["expert_dispatch"] = dispatch
+    """Yield the layouts that a row may have had: those that differ in what it leaves open."""
+    degrees, habits = _degrees(read, model, cluster.world), framework.habits
+    pp, zero = degrees["pp"], _zero(read, framework.habits, degrees["pp"])
     by_layer = zero == 3 and habits.by_layer and pp == 1
+    fixed = degrees | {"zero": zero} | _expert_keys(read, model, degrees, habits)
     if zero == 3 and (habits.reduce_each or by_layer):
         fixed["reduce"] = "each"
-    group = _shard_group(read, cluster, dp) or habits.shard_group
-    if group and zero and group < dp and dp % group == 0:
+    group = _shard_group(read, cluster, degrees["dp"]) or habits.shard_group
+    if group and zero and group < degrees["dp"] and degrees["dp"] % group == 0:
         fixed["shard_group"] = group
     stages = [model.layers] if by_layer else _stages(read, model, pp, habits.virtual_stages)
     recomputes = _recomputes(read, habits.recompute if model.experts is None else habits.expert_recompute)
@@ -177,6 +164,37 @@ def _layouts(
         if pp > 1:
             schedule["partition"] = habitual_partition(habits.partition, model, pp * number)
         yield Layout(**(fixed | open_keys | schedule))
+
+
+def _degrees(read: GeneralCells, model: ModelConfig, gpus: int) -> dict[str, Any]:
+    """Return the parallel degrees of a row. Raises `BadInputError` for degrees that the GPUs, the heads or
+    the sequence do not allow."""
+    tp, pp, cp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
+    if gpus % (tp * pp * cp):
+        raise read.refused("gpus", f"a multiple of tp x pp x cp = {tp * pp * cp}")
+    dp = gpus // (tp * pp * cp)
+    if read.has("dp") and read.whole("dp") != dp:
+        raise read.refused("dp", f"gpus / (tp x pp x cp) = {dp}")
+    if model.heads % tp:
+        raise read.refused("tp", f"a divisor of the model's {model.heads} heads")
+    if model.sequence % Layout(tp=tp, cp=cp).sequence_multiple:
+        column = "cp" if cp > 1 else "tp"
+        raise read.refused(column, f"a divisor of the sequence of {model.sequence}, with tp and in halves")
+    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
+
+
+def _expert_keys(
+    read: GeneralCells, model: ModelConfig, degrees: Mapping[str, int], habits: LayoutHabits
+) -> dict[str, Any]:
+    """Return how ranks share experts, and how tokens travel to them."""
+    found: dict[str, Any] = {}
+    if model.experts is not None and degrees["tp"] > 1:
+        cannot_share = degrees["dp"] * degrees["cp"] % degrees["ep"]
+        found["etp"] = read.whole("etp", 1 if habits.whole_experts or cannot_share else degrees["tp"])
+    dispatch = _dispatch(read, habits.expert_dispatch)
+    if degrees["ep"] > 1:
+        found["expert_dispatch"] = dispatch
+    return found
 
 
 _DISPATCHES: Mapping[str, ExpertDispatch] = {
@@ -190,6 +208,7 @@ _DISPATCHES: Mapping[str, ExpertDispatch] = {
 
 
 def _dispatch(read: GeneralCells, habit: ExpertDispatch) -> ExpertDispatch:
+    """Return how tokens travel to their experts."""
     said = read.word("expert_dispatch", habit)
     if said not in _DISPATCHES:
         raise read.refused("expert_dispatch", f"one of {', '.join(_DISPATCHES)}")

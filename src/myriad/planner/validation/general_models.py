@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -79,11 +80,15 @@ def _as_large(model: ModelConfig, parameters: float) -> ModelConfig:
         for number in sorted(shared)
         for tied in (model.tied, not model.tied)
     ]
-    return min(every, key=lambda one: abs(sum(layer_parameters(one)) - one.tied * _shared(one) - parameters))
+
+    def difference(one: ModelConfig) -> float:
+        return abs(sum(layer_parameters(one)) - one.tied * _vocabulary_parameters(one) - parameters)
+
+    return min(every, key=difference)
 
 
-def _shared(model: ModelConfig) -> int:
-    """Return the parameters that both the embedding and the head count where they are tied."""
+def _vocabulary_parameters(model: ModelConfig) -> int:
+    """Return the parameters of the embedding, which the head counts too where they are tied."""
     return model.padded_vocabulary() * model.hidden
 
 
@@ -116,10 +121,15 @@ def _share_width(read: GeneralCells, values: dict[str, Any]) -> None:
 
 def _known(name: str, recipe: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     """Return the keys of a model by its recipe, or by the names of published tables."""
-    text = (resources.files("myriad.planner.validation") / "tables" / "models.toml").read_text("utf-8")
-    listed = parse_toml(text)
-    found = listed.get(name)
+    found = _named_models().get(name)
     if found is None:
         return recipe(name)
     base = recipe(found["recipe"]) if "recipe" in found else {}
     return {**(base or {}), **{key: value for key, value in found.items() if key != "recipe"}}
+
+
+@cache
+def _named_models() -> Mapping[str, Any]:
+    """Return the models of published tables whose names are no recipes, by their names there."""
+    text = (resources.files("myriad.planner.validation") / "tables" / "models.toml").read_text("utf-8")
+    return parse_toml(text)

@@ -137,8 +137,12 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class TableKind:
+    """A kind of table, whose rows have the same columns and are read alike."""
+
     title: str
+    """Name of the system and its accelerators, as results print it."""
     source: str
+    """Paper and table, or repository."""
     columns: frozenset[str]
     """The columns by which the table is recognised."""
     read: Callable[[TableCells, Clusters], Iterator[PublishedRow]]

@@ -8,7 +8,7 @@ first is predicted.
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from math import isnan
@@ -137,20 +137,11 @@ def parse_table(
         else:
             yield general_row(cells, recipes, options.framework, options.cluster)
 
-    rows: list[PublishedRow] = []
-    skipped: list[BadInputError] = []
-    for number, (place, values) in enumerate(_lines(name_or_path, text, columns)):
-        place = places[number] if places else place
-        try:
-            rows += _rows_of(read, TableCells(place, values))
-        except BadInputError as error:
-            if not options.skip_bad:
-                raise
-            skipped.append(error)
-    if not rows and not skipped:
-        raise BadInputError("TABLE", name_or_path, "has no rows")
+    lines = _lines(name_or_path, text, columns)
+    numbered = (TableCells(places[i] if places else place, cells) for i, (place, cells) in enumerate(lines))
+    rows, skipped = _read_rows(read, numbered, skip_bad=options.skip_bad)
     if not rows:
-        raise skipped[0]
+        raise skipped[0] if skipped else BadInputError("TABLE", name_or_path, "has no rows")
     title, source = (kind.title, kind.source) if kind else (Path(name_or_path).stem, "its column source")
     timed = tuple(row for row in rows if not isnan(row.seconds))
     if not timed:
@@ -205,6 +196,22 @@ def _lines(name: str, text: str, columns: list[str]) -> Iterator[tuple[str, dict
             yield place, values
     except csv.Error as error:
         raise BadInputError("TABLE", name, f"not CSV at line {reader.reader.line_num}: {error}") from None
+
+
+def _read_rows(
+    read: Callable[[TableCells], Iterator[PublishedRow]], lines: Iterable[TableCells], *, skip_bad: bool
+) -> tuple[list[PublishedRow], list[BadInputError]]:
+    """Return the rows of all lines, and with ``skip_bad`` why others are left out. Raises `BadInputError`."""
+    rows: list[PublishedRow] = []
+    skipped: list[BadInputError] = []
+    for cells in lines:
+        try:
+            rows += _rows_of(read, cells)
+        except BadInputError as error:
+            if not skip_bad:
+                raise
+            skipped.append(error)
+    return rows, skipped
 
 
 def _rows_of(read: Callable[[TableCells], Iterator[PublishedRow]], cells: TableCells) -> list[PublishedRow]:
