@@ -65,14 +65,14 @@ def _counted(name: str) -> dict[str, Any] | None:
 
 
 def find_accelerator(name: str) -> tuple[str, Accelerator]:
-    """Return the accelerator with this name, and that of its recipe: ``A100-SXM-40GB``, ``H100``. Raises
-    `BadInputError`."""
+    """Return the accelerator with this name, and that of its recipe: ``A100-SXM-40GB``, ``H100``, or the
+    start of the name of one product. Raises `BadInputError`."""
     wanted = re.sub(r"[ _]", "-", name.strip().lower())
     names = recipe_names("accelerators")
     found = [one for one in names if f"{one}-".startswith(f"{wanted}-")]  # H20 is no H200
     found = found or [one for one in names if one.startswith(wanted)]
-    if not found:
-        raise BadInputError("gpu_type", name, f"one of {', '.join(names)}")
+    if len({one.partition("-")[0] for one in found}) != 1:
+        raise BadInputError("gpu_type", name, f"one of {', '.join(found or names)}")
     return found[-1], Accelerator.model_validate(read_recipe("accelerators", found[-1], "gpu_type"))
 
 

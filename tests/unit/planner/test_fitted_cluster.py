@@ -64,6 +64,14 @@ def test_rates_are_found_from_their_iterations(true: ClusterFactors) -> None:
     assert len(calls) == steps_of(len(rows))
 
 
+def test_factors_at_their_bound_are_named() -> None:
+    rows = measured(table(), ClusterFactors())
+    assert fit_cluster(rows).at_bound == ()
+    slower = [replace(row, seconds=30 * row.seconds) for row in rows]
+    found = fit_cluster(slower)
+    assert "products" in found.at_bound and found.factors.products == pytest.approx(1 / 4)
+
+
 def test_one_odd_row_does_not_decide() -> None:
     rows = measured(table(), ClusterFactors())
     found = fit_cluster([replace(rows[0], seconds=4 * rows[0].seconds), *rows[1:]])

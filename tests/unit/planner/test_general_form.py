@@ -409,6 +409,14 @@ def test_an_accelerator_is_not_taken_for_one_whose_name_begins_alike(said: str, 
     assert ReadyRecipes().accelerator(said)[0] == recipe
 
 
+@pytest.mark.parametrize(
+    ("said", "allowed"), [("H", "h100-sxm-80gb"), ("rtx", "rtx4090"), ("H300", "a100-sxm")]
+)
+def test_the_start_of_several_names_is_no_accelerator(said: str, allowed: str) -> None:
+    with pytest.raises(BadInputError, match=f"one of .*{allowed}"):
+        ReadyRecipes().accelerator(said)
+
+
 def test_a_number_of_accelerators_is_a_cluster_of_their_usual_servers() -> None:
     cluster = load_cluster("256xb200", ["links.network=800Gbps"])
     assert (cluster.nodes, cluster.accelerators_per_node) == (32, 8)

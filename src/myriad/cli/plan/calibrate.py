@@ -98,7 +98,8 @@ def _as_json(fitted: "FittedCluster", calibration: "Calibration") -> dict[str, A
         name: {"errors": list(one.errors), "mean_error_ratio": one.mean, "bias_ratio": one.bias}
         for name, one in _scores(fitted).items()
     }
-    return {"factors": fitted.factors._asdict(), **scores, **calibration.model_dump()}
+    factors = {"factors": fitted.factors._asdict(), "at_bound": list(fitted.at_bound)}
+    return factors | scores | calibration.model_dump()
 
 
 def _print(out: Path, fitted: "FittedCluster", calibration: "Calibration") -> None:
@@ -119,6 +120,10 @@ def _print(out: Path, fitted: "FittedCluster", calibration: "Calibration") -> No
     for title, one in zip(titles, _scores(fitted).values(), strict=True):
         errors.add_row(title, f"{one.mean:.1%}", f"{one.worst:.1%}", f"{one.bias:+.1%}")
     console.print(factors, "", errors, "")
+    for name in fitted.at_bound:
+        value = getattr(fitted.factors, name)
+        text = f"{_NAMES[name]} x {value:.2f} is the bound: check the rows' GPUs, batch and seconds"
+        console.print(f"warning: {text}", style="yellow", highlight=False, soft_wrap=True)
     console.print(
         f"nine of ten times of other layouts of {calibration.framework} are within "
         f"{calibration.interval_ratio:.0%}\n{out}",

@@ -70,6 +70,13 @@ class FittedCluster:
     """Errors of rows with the factors of all others."""
 
     @property
+    def at_bound(self) -> tuple[str, ...]:
+        """Names of the factors that are as far from 1 as they may be: the rows are of another cluster or job
+        than they say, or miss something."""
+        logs = zip(ClusterFactors._fields, np.log(self.factors), strict=True)
+        return tuple(name for name, one in logs if abs(one) > _MOST - 1e-6)
+
+    @property
     def interval(self) -> float:
         """Relative half width of the interval that contains nine of ten times of other rows."""
         return float(np.expm1(interval_width([np.log1p([error]) for error in self.left_out.errors])))
