@@ -171,7 +171,7 @@ def test_the_steps_of_a_ring_are_seen_inside_each_action(
             ends = [one.start_seconds + one.duration_seconds for one in inner]
             assert all(a <= b.start_seconds + 1e-9 for a, b in zip(ends, inner[1:], strict=False))
             stage = costs.stages[action.stage]
-            back = stage.times.backward_input + stage.again
+            back = stage.times.backward_input + stage.recompute
             times = (stage.times.forward if action.name == "forward" else back).times(
                 costs.cluster.expected_slowdown
             )

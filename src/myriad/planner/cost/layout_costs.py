@@ -171,7 +171,7 @@ class Costs:
         paired = None if self._paired_times is None else _sum_of_layers(self._paired_times, counts)
         others, experts = self.held_parameters(own)
         parameters = others + experts
-        again = self._again(kinds)
+        recompute = self._recompute(kinds)
         gather, reduced, update = self._data_parallel(others, experts, kinds)
         updated = self._own_parameters(others, experts)
         shapes = [matrix for kind in kinds for matrix in self._matrices_of(kind)]
@@ -180,15 +180,15 @@ class Costs:
         copies = self._copies(own, others, experts, shapes)
         if self._by_module:
             passes = *self._module_seconds(kinds), 0.0
-            found = StageCosts(times, again, parameters, updated, *passes, 0.0, 0.0, update, matrices)
+            found = StageCosts(times, recompute, parameters, updated, *passes, 0.0, 0.0, update, matrices)
             return replace(found, copy_activations=copies[0], copy_state=copies[1])
         return StageCosts(
             times=times,
-            again=again,
+            recompute=recompute,
             parameters=parameters,
             own_parameters=updated,
             forward=float(times.forward.total),
-            backward_input=float(times.backward_input.total + again.total),
+            backward_input=float(times.backward_input.total + recompute.total),
             backward_weight=float(times.backward_weight.total),
             gather=gather,
             reduce=reduced,
@@ -304,21 +304,21 @@ class Costs:
         gather = self.dp_collectives.all_gather_seconds(gathered) + copied
         return float(gather), float(self.dp_collectives.all_gather_seconds(reduced) + divided)
 
-    def _again(self, kinds: Sequence[str]) -> TimeBreakdown:
+    def _recompute(self, kinds: Sequence[str]) -> TimeBreakdown:
         """Return the recomputation in the backward of a stage. Whole layers do not include the head, whose
         backward follows its forward at once."""
         if self.workload.recompute == "none":
             return TimeBreakdown()
         selective = self.workload.recompute == "selective"
         count = len(kinds) if selective else num_recomputed(len(kinds), self.workload.layout.recompute_ratio)
-        again = TimeBreakdown()
+        total = TimeBreakdown()
         for kind, number in sorted(Counter(kinds[:count]).items()):
             times = self._times[kind]
             ratio = self.workload.profile.recomputed_ratio
             one = times.selective_recompute if selective else times.forward.times(ratio)
             is_kept = kind == "head" and not selective
-            again = again + (TimeBreakdown() if is_kept else one).times(float(number))
-        return again
+            total = total + (TimeBreakdown() if is_kept else one).times(float(number))
+        return total
 
     @property
     def optimizer_bytes(self) -> float:
@@ -358,8 +358,8 @@ class Costs:
         count = float(self.workload.num_micro_batches)
         for index, stage in enumerate(self.stages):
             rank = owners[index // self.num_chunks]
-            parts, again = ranks[rank]
-            ranks[rank] = parts + self._compute_of(stage), again + stage.again.times(count)
+            parts, recompute = ranks[rank]
+            ranks[rank] = parts + self._compute_of(stage), recompute + stage.recompute.times(count)
         return max(ranks, key=lambda rank: float(rank[0].total + rank[1].total))
 
     def _compute_of(self, stage: StageCosts) -> TimeBreakdown:

@@ -20,19 +20,24 @@ class StageCosts:
 
     times: LayerTimes
     """Seconds of one micro-batch."""
-    again: TimeBreakdown
-    """Seconds that its backward recomputes."""
+    recompute: TimeBreakdown
+    """Seconds of the recomputation in the backward of one micro-batch."""
     parameters: float
     """Number of parameters on one rank."""
     own_parameters: float
     """Number of those whose gradients it reduces and that it updates."""
     forward: float
+    """Seconds of the forward of one micro-batch."""
     backward_input: float
-    """Seconds of the input gradients, including recomputation."""
+    """Seconds of the input gradients of one micro-batch, including recomputation."""
     backward_weight: float
+    """Seconds of the weight gradients of one micro-batch."""
     gather: float
+    """Seconds to gather its parameters among the ranks that share them."""
     reduce: float
+    """Seconds to reduce its gradients among data-parallel ranks."""
     update: float
+    """Seconds of the optimizer's pass over this rank's parameters."""
     matrices: MatrixCosts = _NO_MATRICES
     reduce_across: float = 0.0
     """Seconds of the sum across groups of ranks."""
@@ -67,7 +72,7 @@ class StageCosts:
     @property
     def paired_backward(self) -> float:
         """Seconds of a backward in a pair, including recomputation."""
-        return float(self.parts_of(Kind.PAIRED_BACKWARD).total + self.again.total)
+        return float(self.parts_of(Kind.PAIRED_BACKWARD).total + self.recompute.total)
 
     def seconds_of(self, kind: Kind) -> float:
         """Return the seconds of a compute action."""

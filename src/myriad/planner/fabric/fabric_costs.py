@@ -105,7 +105,7 @@ class FabricCosts(Costs):
             reduce_across=stage.reduce_across + data * max(0.0, stage.reduce_across - begun_across),
             forward=stage.forward + tensor * float(times.forward.tensor),
             backward_input=stage.backward_input
-            + tensor * float(times.backward_input.tensor + stage.again.tensor),
+            + tensor * float(times.backward_input.tensor + stage.recompute.tensor),
         )
 
     def _added_seconds(self, index: int, rank: int) -> tuple[float, float]:

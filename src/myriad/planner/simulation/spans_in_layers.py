@@ -82,7 +82,7 @@ class SpansInLayers:
             turns = []
         elif action.kind in BACKWARDS:
             repeats = self.costs.workload.recompute == "full" and attended > 0
-            again = float(stage.again.attention) / attended if repeats else 0.0
+            again = float(stage.recompute.attention) / attended if repeats else 0.0
             turns = [{step: (again * a, again * b) for step, (a, b) in forward.items()}, backward]
         return [
             (name, step, one)
@@ -125,5 +125,5 @@ def exposed_in_layers(stage: StageCosts, action: Action, recompute: Recompute) -
     parallelism, of tokens with the ranks of their experts, and of keys, values and heads with the ranks that
     share sequences."""
     repeats = recompute == "full" and action.kind in BACKWARDS
-    found = stage.parts_of(action.kind) + (stage.again if repeats else TimeBreakdown())
+    found = stage.parts_of(action.kind) + (stage.recompute if repeats else TimeBreakdown())
     return {kind: float(getattr(found, kind)) for kind in IN_LAYERS}
