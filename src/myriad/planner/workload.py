@@ -116,6 +116,9 @@ class FrameworkProfile:
     """Whether a kernel copies tokens in the order of experts, and one sums their results times their gates,
     each in one pass of memory, as Myriad's and Transformer Engine's. Otherwise results are multiplied by
     their gates in float32, in passes of their own, and then summed."""
+    permutation_ratio: float = 1.0
+    """Share that these kernels reach of the rate of other operators that only move memory, where
+    fused_permutation. It describes other systems."""
     eager_expert_bias: bool = False
     """Whether biases of experts' results, which gates multiply in float32, and the clamp of clamped_swiglu
     are passes of their own over the experts' tokens, unless graphs are captured. It describes other
@@ -178,6 +181,12 @@ class FrameworkProfile:
     host_routed_block_seconds: float = 0.0
     """The same of a block with experts, apart from its experts; it takes the place of host_block_seconds
     there. It describes other systems."""
+    host_float8_seconds: float = 0.0
+    """The same in addition where products are in float8. It describes other systems."""
+    host_chunk_seconds: float = 0.0
+    """Host seconds of the forward and backward of a chunk of blocks with experts, for one micro-batch, apart
+    from its blocks: the pipeline's schedule, modules around blocks, messages. It describes other systems; the
+    search's closed form ignores it."""
     captures_attention: bool = False
     """Whether captured graphs launch what a block with experts has before its tokens travel, so that only
     host_expert_seconds are left. It describes other systems."""
@@ -193,12 +202,25 @@ class FrameworkProfile:
     hides_expert_comm: bool = False
     """Whether the exchanges of tokens of one micro-batch travel behind the compute of another (1F1B with
     pairs of a forward and a backward, DualPipe). It describes other systems."""
-    hidden_exchange_ratio: float = 1.0
-    """Share of the exchanges of tokens that can travel behind compute, where hides_expert_comm. It describes
-    other systems."""
+    hides_in_phases: bool = False
+    """Whether, where hides_expert_comm, each exchange travels beside one part of a block and the next part
+    waits for it (Megatron-Core's pairs of a forward and a backward), instead of behind all compute. It
+    describes other systems."""
     exchange_busy_ratio: float | None = None
     """Share of these exchanges' time by which the compute beside them slows down; off: that of the link. It
     describes other systems."""
+    waits_for_exchanges: bool = False
+    """Whether ranks wait for each exchange of tokens, unless hides_expert_comm: shared experts are computed
+    before or after, and a backward computes both gradients of a matrix before the next exchange starts
+    (Megatron-Core). Otherwise results return behind shared experts, and gradients travel behind weights'
+    gradients. It describes other systems."""
+    orders_on_arrival: bool = False
+    """Whether tokens that travel once for several experts are sent in their own order, and copied in the
+    order of experts on arrival, as with DeepEP. Otherwise each hop packs its rows. It describes other
+    systems."""
+    dispatch_seconds: float = 0.0
+    """Seconds of each exchange of tokens that travel once for several experts, apart from its kernels: calls
+    and the numbers of tokens; none with cuda_graphs. It describes other systems."""
     overlaps_hops: bool = False
     """Whether tokens travel between nodes and inside them at once with layout.expert_dispatch = node, as with
     DeepEP. It describes other systems."""
@@ -325,6 +347,12 @@ class Workload:
     def matrix_bytes(self) -> int:
         """Bytes of one element of a matrix that is orthogonalized."""
         return self.newton_schulz.value_bytes or self.value_bytes
+
+    @property
+    def blocks_per_chunk(self) -> float:
+        """Mean number of blocks of a chunk of a pipeline rank; without pipeline stages, all."""
+        layout = self.layout
+        return self.model.layers / (layout.pp * layout.virtual_stages if layout.pp > 1 else 1)
 
     @property
     def recompute(self) -> Recompute:

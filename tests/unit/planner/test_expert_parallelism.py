@@ -36,6 +36,7 @@ from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
 from myriad.planner.workload import FrameworkProfile, Workload
 from myriad.program.config import OverlapConfig
+from myriad.program.partition import cut_ranges
 from myriad.recipes.cluster import load_cluster
 
 MODEL = ModelConfig(
@@ -126,6 +127,19 @@ def test_experts_are_gathered_and_reduced_among_the_ranks_that_hold_them() -> No
     assert whole.copied_parameters == shared.copied_parameters == alone.copied_parameters == held / 16
     assert whole.reduce > shared.reduce > alone.reduce > 0
     assert whole.update == shared.update
+
+
+@pytest.mark.parametrize(("ep", "shares"), [(16, True), (4, False)])
+def test_ports_that_carry_tokens_and_shards_are_busy_with_both(ep: int, *, shares: bool) -> None:
+    """With ZeRO 3, parameters are gathered while tokens travel; between nodes, over the same ports."""
+    costs = costs_of(dp=16, ep=ep, zero=3, reduce="each")
+    sums = [costs.dp_collectives, costs.expert_collectives]
+    for stage, own in zip(costs.stages, cut_ranges(costs.layers_of_stage, costs.num_chunks), strict=True):
+        held = zip(sums, costs.held_parameters(own), strict=True)
+        alone = sum(costs.gather_and_reduce(one, count)[0] for one, count in held if one and count)
+        travel = float(stage.times.forward.experts)
+        assert stage.gather - alone == pytest.approx(travel if shares else 0.0, abs=1e-9)
+    assert max(float(stage.times.forward.experts) for stage in costs.stages) > 0
 
 
 def test_an_exchange_hides_behind_what_the_backward_computes_meanwhile() -> None:

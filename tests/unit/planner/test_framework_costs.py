@@ -9,6 +9,7 @@ from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner import Cluster, Costs, FrameworkProfile, SimulationCache, Workload
+from myriad.planner.cost.expert_costs import PairedCompute, exposed_in_phases
 from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.replica_messages import count_buckets
 from myriad.planner.frameworks import read_framework
@@ -237,15 +238,66 @@ def test_tokens_travel_between_and_inside_nodes_at_once() -> None:
     assert seconds(within, cluster(8), MOE, overlaps_hops=True) == seconds(within, cluster(8), MOE)
 
 
-def test_hidden_exchanges_slow_compute_and_some_of_them_stay_exposed() -> None:
+def test_hidden_exchanges_slow_compute_and_in_phases_each_has_its_own_part() -> None:
     layout, on = Layout(dp=8, ep=8), cluster(8)
-    hidden, part, busy = (
+    hidden, phases, busy = (
         seconds(layout, on, MOE, hides_expert_comm=True, **more)
-        for more in ({}, {"hidden_exchange_ratio": 0.5}, {"exchange_busy_ratio": 0.9})
+        for more in ({}, {"hides_in_phases": True}, {"exchange_busy_ratio": 0.9})
     )
-    assert min(part, busy) > hidden
-    waited = seconds(layout, on, MOE)
-    assert seconds(layout, on, MOE, hidden_exchange_ratio=0.5, exchange_busy_ratio=0.9) == waited
+    waited = seconds(layout, on, MOE, waits_for_exchanges=True)
+    assert hidden < busy < waited and hidden <= phases < waited
+    assert seconds(layout, on, MOE, hides_in_phases=True, exchange_busy_ratio=0.9) == seconds(layout, on, MOE)
+
+
+def test_exchanges_that_are_longer_than_their_parts_stay_exposed() -> None:
+    """A quarter of the exchanges has no compute beside it where attention is short."""
+    own = PairedCompute(entry=1.0, entry_back=2.0, experts=1.0, experts_back=1.0, expert_weights=1.0)
+    for (sent, returned), exposed in (((0.5, 0.5), 0.0), ((1.0, 3.0), 3.0), ((4.0, 1.0), 5.0)):
+        assert exposed_in_phases(sent, returned, own, 0.0) == pytest.approx(exposed)
+    assert exposed_in_phases(0.5, 0.5, own, 0.4) == pytest.approx(0.8)
+
+
+def test_other_frameworks_wait_for_each_exchange_of_tokens() -> None:
+    layout, on = Layout(dp=8, ep=8), cluster(8)
+    assert seconds(layout, on, MOE, waits_for_exchanges=True) > seconds(layout, on, MOE)
+    alone = Layout(dp=8)
+    assert seconds(alone, on, MOE, waits_for_exchanges=True) == seconds(alone, on, MOE)
+
+
+def test_tokens_that_travel_once_are_copied_on_arrival_alone() -> None:
+    once, each = (Layout(dp=8, ep=8, expert_dispatch=way) for way in ("node", "expert"))  # type: ignore[arg-type]
+    on = cluster(8)
+    assert seconds(once, on, MOE, orders_on_arrival=True) < seconds(once, on, MOE)
+    assert seconds(each, on, MOE, orders_on_arrival=True) == seconds(each, on, MOE)
+    slow = {"waits_for_exchanges": True, "dispatch_seconds": 1e-3}
+    added = seconds(once, on, MOE, **slow) - seconds(once, on, MOE, waits_for_exchanges=True)
+    assert added == pytest.approx(8 * MOE.layers * 4e-3, rel=0.05)
+    assert seconds(each, on, MOE, dispatch_seconds=1e-3) == seconds(each, on, MOE)
+
+
+def test_kernels_that_order_tokens_may_be_slower_than_others() -> None:
+    layout, on = Layout(dp=8, ep=8), cluster(8)
+    slow = {"permutation_ratio": 0.5}
+    assert seconds(layout, on, MOE, **slow) > seconds(layout, on, MOE)
+    unfused = {"fused_permutation": False}
+    assert seconds(layout, on, MOE, **slow, **unfused) == seconds(layout, on, MOE, **unfused)
+
+
+def test_a_host_s_seconds_of_a_chunk_are_shared_by_its_blocks() -> None:
+    on, slow = (
+        cluster(16),
+        {"host_routed_block_seconds": 0.05, "host_chunk_seconds": 0.2, "pp_outermost": True},
+    )
+    one, two = (
+        seconds(Layout(dp=8, ep=8, pp=2, virtual_stages=stages), on, MOE, **slow) for stages in (1, 2)
+    )
+    assert one == pytest.approx(9 * (2 * 0.05 + 0.2), rel=0.1)
+    assert two == pytest.approx(8.5 * 2 * (0.05 + 0.2), rel=0.1)
+    assert seconds(Layout(dp=8, pp=2), on, **slow) == seconds(Layout(dp=8, pp=2), on, pp_outermost=True)
+    floor = {"host_routed_block_seconds": 0.05, "host_float8_seconds": 0.05}
+    layout = Layout(dp=16, ep=16)
+    assert seconds(layout, on, MOE, **floor) == pytest.approx(4 * MOE.layers * 0.05, rel=0.1)
+    assert seconds(layout, on, MOE, **floor, float8="tensor") == pytest.approx(4 * MOE.layers * 0.1, rel=0.1)
 
 
 def checked(gpus: int, seconds: float) -> Cluster:

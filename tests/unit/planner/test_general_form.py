@@ -7,6 +7,7 @@ import pytest
 from myriad.errors import BadInputError
 from myriad.planner import Framework, TableOptions, framework_errors, predict_table, read_table
 from myriad.planner.cost.stage_layers import stage_layers
+from myriad.planner.validation.prediction_errors import predict_rows
 from myriad.planner.validation.prediction_interval import framework_interval
 from myriad.planner.validation.published_rows import PublishedRow
 from myriad.recipes.cluster import load_cluster
@@ -219,6 +220,11 @@ def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
         assert row.framework == framework
     (row,) = rows(tmp_path, f"{GOOD}FSDP; GA 4,yanring/Megatron-MoE-ModelZoo@1:qwen3", header=header)
     assert row.framework == "megatron-fsdp" and row.works[0].layout.zero == 3
+    bridge = "NVIDIA-NeMo/Megatron-Bridge@1:docs"
+    for gpu_type, framework in (("H100", "megatron-qwen-h100"), ("B200", "megatron-bridge")):
+        line = f"Qwen3_235B_a22B,16,{gpu_type},1,1,1,16,none,4.0,,{bridge}"
+        (row,) = rows(tmp_path, line, header=header)
+        assert row.framework == framework
     (row,) = rows(tmp_path, f"{GOOD},NVIDIA/NeMo@1:docs", header=header, framework="nanotron")
     assert row.framework == "nanotron" and row.works[0].profile == load_framework("nanotron").profile
 
@@ -372,6 +378,18 @@ def test_the_published_iterations_are_read() -> None:
     assert len(table.skipped) <= 8, table.skipped
     assert sum(row.works[0].layout.cp > 1 for row in table.rows) == 37
     assert all(row.framework != "unknown" for row in table.rows if "DeepSeek-V3" not in row.model)
+
+
+def test_the_layouts_of_qwen3_235b_are_predicted_in_the_order_that_was_measured() -> None:
+    """The planner's choice among them is the fastest one: 8 stages with DeepEP before 32 with all-to-alls."""
+    table = read_table("iterations.csv", RECIPES, TableOptions(skip_bad=True))
+    named = [row for row in table.rows if row.framework == "megatron-core-moe" and "qwen3" in row.name]
+    alone = [row for row in named if not row.works[0].profile.hides_expert_comm]
+    assert len(alone) == 3
+    predicted = predict_rows(sorted(alone, key=lambda row: row.seconds))
+    seconds = [one.seconds for one in predicted]
+    assert seconds == sorted(seconds)
+    assert max(abs(one.error) for one in predicted) < 0.1
 
 
 @pytest.mark.parametrize("framework", load_frameworks(), ids=lambda one: one.name)

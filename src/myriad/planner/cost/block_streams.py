@@ -37,6 +37,10 @@ class BlockStreams(NamedTuple):
     """Those of norms and activations, which Myriad's selective recomputation repeats."""
     operators: Number
     """Number of operators of either direction."""
+    experts: Number
+    """Those of the forward between the dispatch of tokens to experts and the return of results."""
+    experts_back: Number
+    """The same of the backward."""
 
 
 class _Values(NamedTuple):
@@ -71,11 +75,14 @@ def block_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> 
     apart, apart_back = _apart(model, context, tokens, own)
     ordered, ordered_back, ordering = expert_streams(model, context, tokens)
     operators = (3 if joined else model.num_branch_norms + 3) * (1 if profile.fused else 3)
+    gated, gated_back = (passes * value * count * inner for count in (ups + 1, 2 * ups + 1))
     return BlockStreams(
         forward + eager + apart + ordered,
         backward + eager_back + apart_back + ordered_back,
         value * (2 * norms + (ups + 1) * inner) + eager,
         operators + ordering,
+        ordered + gated,
+        ordered_back + gated_back,
     )
 
 

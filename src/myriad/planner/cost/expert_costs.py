@@ -39,7 +39,15 @@ from myriad.planner.cost.product_costs import (
     shared_products,
 )
 
-__all__ = ["ExpertHop", "expert_exchange", "expert_hops", "expert_streams", "score_gather_seconds"]
+__all__ = [
+    "ExpertHop",
+    "PairedCompute",
+    "expert_exchange",
+    "expert_hops",
+    "expert_streams",
+    "exposed_in_phases",
+    "score_gather_seconds",
+]
 
 
 class ExpertHop(NamedTuple):
@@ -52,22 +60,40 @@ class ExpertHop(NamedTuple):
     """Bytes of results that it sends."""
 
 
+class PairedCompute(NamedTuple):
+    """Seconds of compute in the parts of a block between its exchanges of tokens, without any exchange."""
+
+    entry: Number
+    """Forward from the block's input to the dispatch of tokens: attention and router."""
+    entry_back: Number
+    """Backward of that part, with weights' gradients."""
+    experts: Number
+    """Forward from the dispatch of tokens to the return of results."""
+    experts_back: Number
+    """Backward of that part, without weights' gradients."""
+    expert_weights: Number
+    """Weights' gradients of the experts."""
+
+
 def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, float]:
     """Return the bytes that a block moves in the forward and in the backward to order tokens by expert and to
     sum what experts compute, and the operators of each. With k experts a token, copies of k tokens (read and
     written), and sums of results times gates (k read, one written); the backward also writes the gradients of
     k results. Without fused kernels results are ordered, and multiplied in float32, in passes of their own.
-    Where ranks share experts, copies that arrive are ordered again, and their results back. Biases may add
-    passes (`_bias_streams`)."""
+    Where ranks share experts, copies that arrive are ordered again, and their results back; or, with
+    `FrameworkProfile.orders_on_arrival`, rows that arrive once for several experts are copied for each, and
+    results of a row are summed. Biases may add passes (`_bias_streams`)."""
     if model.experts is None:
         return 0.0, 0.0, 0.0
     value = context.value_bytes
     values = context.routed(tokens) * model.experts_per_token * model.hidden
     scores = 4.0 * 6 * tokens * model.experts
+    ordered = values
     if context.profile.fused_permutation:
         of_token = value / model.experts_per_token
-        forward = values * (3 * value + of_token) + scores
-        backward = values * (4 * value + of_token) + scores
+        ordered = values / context.profile.permutation_ratio
+        forward = ordered * (3 * value + of_token) + scores
+        backward = ordered * (4 * value + of_token) + scores
     else:
         forward = values * (4 * value + (value + 4) + 4) + scores
         backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
@@ -77,13 +103,17 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     kernels = 1.0 if context.profile.grouped_experts else model.experts / context.experts.ep
     if context.experts.ep == 1:
         return forward, backward, 16.0 + kernels
+    if context.experts.dispatch != "expert" and context.profile.orders_on_arrival:
+        rows = _hop_rows(model, context)[-1][1] / model.experts_per_token
+        moved = context.experts.load * ordered * 2 * (1 + rows) * value + scores
+        return moved + added - fused, moved + added_back - fused_back, 16.0 + kernels
     if context.experts.dispatch != "expert":  # the order by expert is on arrival, and each hop has its own
         hops = _hop_rows(model, context)
         rows = sum(count for _, count in hops) / model.experts_per_token
-        packed, load = values * rows * 8 * value, context.experts.load
+        packed, load = ordered * rows * 8 * value, context.experts.load
         operators = 16.0 + 12.0 * len(hops) + kernels
         return load * forward + packed, load * backward + packed, operators
-    arrived = values * context.experts.load * (context.experts.expert_tp if context.gathers_arrived else 1.0)
+    arrived = ordered * context.experts.load * (context.experts.expert_tp if context.gathers_arrived else 1.0)
     again = arrived * 4 * value
     return forward + again, backward + again, 24.0 + kernels
 
@@ -137,7 +167,12 @@ def score_gather_seconds(model: ModelConfig, context: LayerContext, tokens: Numb
 
 
 def expert_exchange(
-    model: ModelConfig, context: LayerContext, tokens: Number, rooms: tuple[Number, Number], parts: Number
+    model: ModelConfig,
+    context: LayerContext,
+    tokens: Number,
+    rooms: tuple[Number, Number],
+    parts: Number,
+    paired: PairedCompute,
 ) -> tuple[Number, Number]:
     """Return the exposed seconds of the exchanges of tokens between ranks that share experts, forward and
     backward. While results return, shared experts compute; in the backward they do so while the gradients of
@@ -145,7 +180,8 @@ def expert_exchange(
     those behind a reduce-scatter). The other gradients travel behind the weight products of experts.
 
     Where ``parts`` of a micro-batch take turns, all but one of them travel behind what others compute.
-    ``rooms``: seconds of compute in each direction behind which nothing else travels."""
+    ``rooms``: seconds of compute in each direction behind which nothing else travels. ``paired``: compute
+    between the exchanges, for a framework that hides them in phases."""
     if model.experts is None or context.experts.ep == 1:
         return 0.0, 0.0
     sent, returned, begun = _travel(model, context, tokens)
@@ -167,14 +203,35 @@ def expert_exchange(
         gathered, profile = _gathered_on_arrival(model, context, tokens), context.profile
         if profile.hides_expert_comm and profile.exchange_busy_ratio is not None:
             busy_ratio = profile.exchange_busy_ratio
-        apart = (1 - profile.hidden_exchange_ratio) * (sent + returned)
-        there, back = (apart + exposed(sent + returned - apart, room) for room in rooms)
+        if profile.hides_in_phases:
+            each = exposed_in_phases(sent, returned, paired, busy_ratio) / 2
+            return begun + each + gathered, each + gathered
+        there, back = (exposed(sent + returned, room) for room in rooms)
         return begun + there + gathered, back + gathered
+    if context.profile.waits_for_exchanges:
+        gathered = _gathered_on_arrival(model, context, tokens)
+        return begun + sent + returned + gathered, sent + returned + gathered
     forward = begun + sent + exposed(returned, shared[0])
     backward = exposed(returned, shared[1] + later) + exposed(sent, shared[2] + own[2])
     room, room_back = (np.maximum(0.0, rooms[turn] - shared[turn]) for turn in range(2))
     gathered = _gathered_on_arrival(model, context, tokens)
     return in_turns(forward, 3, room) + gathered, in_turns(backward, 2, room_back) + gathered
+
+
+def exposed_in_phases(sent: Number, returned: Number, own: PairedCompute, busy_ratio: Number) -> Number:
+    """Return the exposed seconds of the four exchanges of a pair of a forward and a backward, with the
+    slowdown of the compute beside them. Megatron-Core issues on two streams, and waits at each bar
+    (`model_chunk_schedule_plan.py`, TransformerLayerSchedulePlan.run):
+
+        exchanges   gradients of results | tokens       gradients of tokens         | results
+        compute     entry                | experts_back expert_weights then experts | entry_back
+
+    The experts' forward waits for the tokens, and the second exchange of the middle for experts_back."""
+    first, last = np.maximum(returned, own.entry), np.maximum(returned, own.entry_back)
+    arrived = np.maximum(sent, own.experts_back)
+    computed = np.maximum(sent, own.experts_back + own.expert_weights) + own.experts
+    exposed = first + np.maximum(computed, arrived + sent) + last - sum(own)
+    return exposed + busy_ratio * (2 * (sent + returned) - exposed)
 
 
 def _travel(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
@@ -199,6 +256,9 @@ def _travel(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[
         sent, returned, begun = (reduce(np.maximum, each) for each in zip(*hops, strict=True))
     else:
         sent, returned, begun = (sum(each) for each in zip(*hops, strict=True))
+    if experts.dispatch != "expert" and not context.profile.cuda_graphs:
+        called = context.profile.dispatch_seconds
+        sent, returned = sent + called, returned + called
     return sent, returned, begun
 
 

@@ -14,6 +14,7 @@ from math import gcd
 from typing import NamedTuple
 
 from myriad.comm.layout import ExpertDispatch, Layout
+from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import RankRun
 
 __all__ = ["ONE_RANK", "ExpertGrid", "RankGroup"]
@@ -75,6 +76,11 @@ class ExpertGrid:
         near = gcd(self.ep, self.etp_groups)
         run = RankRun(near, self.expert_tp) if near > 1 else RankRun()
         return RankGroup(self.ep, self.replica_stride, run)
+
+    def leaves_node(self, cluster: Cluster) -> bool:
+        """Return whether some of the ranks that share experts lie on other nodes."""
+        size, stride, run = self.sharing
+        return bool(run.reaches_beyond(cluster.accelerators_per_node, size, stride))
 
     def hops(
         self, num_experts: int, num_chosen: int, per_node: int, most_nodes: int | None = None

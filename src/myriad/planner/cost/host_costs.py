@@ -30,7 +30,12 @@ def host_seconds(context: LayerContext, role: LayerRole, num_experts: Number = 0
     profile = context.profile
     launches: Number = profile.host_block_seconds if role == "block" else 0.0
     if num_experts:
-        others = 0.0 if profile.captures_attention else profile.host_routed_block_seconds
+        others = profile.host_routed_block_seconds + profile.host_float8_seconds * (
+            profile.float8 is not None
+        )
+        if profile.captures_attention:
+            others = 0.0
+        others += profile.host_chunk_seconds / context.blocks_per_chunk
         launches = others + num_experts * profile.host_expert_seconds
     if profile.cuda_graphs:
         launches = 0.0

@@ -36,7 +36,7 @@ from myriad.planner.cost.collective_costs import (
     tensor_group,
 )
 from myriad.planner.cost.context_costs import ContextBlock
-from myriad.planner.cost.expert_costs import expert_exchange, score_gather_seconds
+from myriad.planner.cost.expert_costs import PairedCompute, expert_exchange, score_gather_seconds
 from myriad.planner.cost.host_costs import host_waits
 from myriad.planner.cost.operator_costs import (
     Number,
@@ -51,6 +51,7 @@ from myriad.planner.cost.product_costs import (
     block_products,
     block_shapes,
     entry_rows,
+    expert_products,
     product_passes,
     recomputed_products,
 )
@@ -150,7 +151,8 @@ def block_times(
         rooms = half, half
     # Other frameworks cut tensor-parallel products only.
     parts = _parts(model, context) if profile.tensor_parts is None else 1.0
-    travel, travel_back = expert_exchange(model, context, tokens, rooms, parts)
+    paired = _paired(model, context, tokens, moved, (computed[0] + stream, computed[1] + back + products[2]))
+    travel, travel_back = expert_exchange(model, context, tokens, rooms, parts, paired)
     attending = attend.attention, attend_back.attention
     shared, shared_back = context_block(model, context, window).exposed(attending)
     sums = _norm_sums(model, context, tokens) + score_gather_seconds(model, context, tokens)
@@ -172,6 +174,26 @@ def block_times(
     return LayerTimes(
         forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again
     )
+
+
+def _paired(
+    model: ModelConfig,
+    context: LayerContext,
+    tokens: Number,
+    moved: BlockStreams,
+    computed: tuple[Number, Number],
+) -> PairedCompute:
+    """Return the compute of a block between its exchanges of tokens. ``computed``: seconds of all compute in
+    the forward and in the backward."""
+    if model.experts is None:
+        return PairedCompute(0.0, 0.0, 0.0, 0.0, 0.0)
+    forward, inputs, weights = expert_products(model, context, tokens)
+    experts, experts_back = (
+        one + stream_seconds(context.accelerator, num_bytes)
+        for one, num_bytes in ((forward, moved.experts), (inputs, moved.experts_back))
+    )
+    entry, entry_back = computed[0] - experts, computed[1] - experts_back - weights
+    return PairedCompute(entry, entry_back, experts, experts_back, weights)
 
 
 def _repeated(

@@ -91,6 +91,7 @@ class Costs:
             ContextGrid.of(layout, exchange_slowdown.context),
             attended=workload.attended,
             repeats_norms=profile.repeats_norms and layout.recompute == "none",
+            blocks_per_chunk=workload.blocks_per_chunk,
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
         comm = shard_group_comm(workload.comm, layout)
@@ -103,10 +104,9 @@ class Costs:
             groups = holders(layout, replica_stride, layout.num_shard_groups, every=size)
             self.across_groups = DpCollectives(cluster, comm, *groups)
         self.data = self.dp_collectives.ring
-        self.replicas = self.data
+        every = holders(layout, replica_stride, layout.num_holders)
+        self.replicas = self._ring(every) if layout.reduces_across else self.data
         """All ranks that hold the same parameters as one flat ring."""
-        if self.across_groups is not None:
-            self.replicas = self._ring(holders(layout, replica_stride, layout.num_holders))
         self.expert_collectives: DpCollectives | None = None
         """Collectives of ranks that share the state of the same experts, if not all replicas hold them."""
         if layout.folds_experts:
@@ -334,6 +334,8 @@ class Costs:
         if experts and self.expert_collectives is not None:
             further = self.gather_and_reduce(self.expert_collectives, experts)
             gather, reduced = gather + further[0], reduced + further[1]
+        if self.workload.layout.zero == 3 and self.slice.experts.leaves_node(self.cluster):
+            gather += float(sum(self._times[kind].forward.experts for kind in kinds))  # The ports carry both.
         own = self._own_parameters(others, experts)
         update = sweep_seconds(self.cluster.accelerator, own * self.optimizer_bytes, 2.0)
         return gather, reduced, float(update)

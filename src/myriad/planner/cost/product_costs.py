@@ -7,6 +7,7 @@ experts, the router is in float32, and each expert multiplies its tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class LayerContext:
     """What packed documents leave of attention."""
     repeats_norms: bool = False
     """Whether backwards repeat norms and residual sums before them; the search's closed form has False."""
+    blocks_per_chunk: float = inf
+    """Blocks of a chunk, which share `FrameworkProfile.host_chunk_seconds`; the search's closed form has no
+    limit."""
 
     @property
     def accelerator(self) -> Accelerator:
