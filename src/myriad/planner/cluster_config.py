@@ -64,6 +64,8 @@ class Server(Config):
     """Accelerators that its fast links join, as jobs use them: 64 of the 72 of an NVL72."""
     node_bytes_per_second: Rate
     """Rate of one accelerator in one direction to the others of its server, by the data sheet."""
+    node_achievable_ratio: float | None = Field(None, gt=0, le=1)
+    """Share of node_bytes_per_second that large messages reach; off: as `Link.achievable_ratio`."""
     network_bytes_per_second: Rate
     """The NICs' share of one accelerator."""
 
@@ -416,14 +418,15 @@ def usual_cluster(name: str, accelerator: Accelerator, count: int, per_node: int
     nodes, rest = divmod(count, per_node)
     if rest:
         raise BadInputError("accelerators", count, f"a multiple of the {per_node} of a server, or fewer")
-    node, network = server.node_bytes_per_second, server.network_bytes_per_second
+    reached, network = server.node_achievable_ratio, server.network_bytes_per_second
+    node = Link(bytes_per_second=server.node_bytes_per_second, latency_seconds=_NODE_LATENCY)
     return Cluster(
         name=name,
         nodes=nodes,
         accelerators_per_node=per_node,
         accelerator=accelerator,
         links=Links(
-            node=Link(bytes_per_second=node, latency_seconds=_NODE_LATENCY),
+            node=node.model_copy(update={"achievable_ratio": reached}),
             network=Link(bytes_per_second=network, latency_seconds=_NETWORK_LATENCY),
         ),
         slow_nodes=_SLOW,
