@@ -181,8 +181,8 @@ class FrameworkProfile:
     host_routed_block_seconds: float = 0.0
     """The same of a block with experts, apart from its experts; it takes the place of host_block_seconds
     there. It describes other systems."""
-    host_float8_seconds: float = 0.0
-    """The same in addition where products are in float8. It describes other systems."""
+    host_quantized_seconds: float = 0.0
+    """The same in addition where products are quantized. It describes other systems."""
     host_chunk_seconds: float = 0.0
     """Host seconds of the forward and backward of a chunk of blocks with experts, for one micro-batch, apart
     from its blocks: the pipeline's schedule, modules around blocks, messages. It describes other systems; the

@@ -294,10 +294,12 @@ def test_a_host_s_seconds_of_a_chunk_are_shared_by_its_blocks() -> None:
     assert one == pytest.approx(9 * (2 * 0.05 + 0.2), rel=0.1)
     assert two == pytest.approx(8.5 * 2 * (0.05 + 0.2), rel=0.1)
     assert seconds(Layout(dp=8, pp=2), on, **slow) == seconds(Layout(dp=8, pp=2), on, pp_outermost=True)
-    floor = {"host_routed_block_seconds": 0.05, "host_float8_seconds": 0.05}
+    floor = {"host_routed_block_seconds": 0.05, "host_quantized_seconds": 0.05}
     layout = Layout(dp=16, ep=16)
     assert seconds(layout, on, MOE, **floor) == pytest.approx(4 * MOE.layers * 0.05, rel=0.1)
-    assert seconds(layout, on, MOE, **floor, float8="tensor") == pytest.approx(4 * MOE.layers * 0.1, rel=0.1)
+    assert seconds(layout, on, MOE, **floor, quantization="tensor") == pytest.approx(
+        4 * MOE.layers * 0.1, rel=0.1
+    )
 
 
 def checked(gpus: int, seconds: float) -> Cluster:

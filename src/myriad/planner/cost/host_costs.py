@@ -30,8 +30,8 @@ def host_seconds(context: LayerContext, role: LayerRole, num_experts: Number = 0
     profile = context.profile
     launches: Number = profile.host_block_seconds if role == "block" else 0.0
     if num_experts:
-        others = profile.host_routed_block_seconds + profile.host_float8_seconds * (
-            profile.float8 is not None
+        others = profile.host_routed_block_seconds + profile.host_quantized_seconds * (
+            profile.quantization is not None
         )
         if profile.captures_attention:
             others = 0.0

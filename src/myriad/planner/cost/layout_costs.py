@@ -157,9 +157,8 @@ class Costs:
         model, num_ranks = self.workload.rank_model, self.workload.layout.cp
         times = {"embedding": embedding_times(model, context), "head": head_times(model, context)}
         for layer in dict.fromkeys(first_alike(model)):
-            block = model.of_block(layer)
             pairs, window = computed_pairs(model, layer, num_ranks), model.layer_window(layer)
-            times[f"block {layer}"] = block_times(block, context, pairs, window)
+            times[f"block {layer}"] = block_times(model.of_block(layer), context, pairs, window)
         return times
 
     def _stage(self, own: Sequence[int]) -> StageCosts:
