@@ -135,6 +135,9 @@ class Accelerator(Config):
     flash_backward: float = Field(2.5, gt=0)
     """Seconds of FlashAttention-2's backward for one of its forward: five products for two (arXiv 2307.08691,
     section 3.1.2)."""
+    matches: tuple[str, ...] = ()
+    """Regular expressions that name this accelerator in what a published row says (source, table, type and
+    notes), where its type alone is another one's."""
     server: Server = Server(node_bytes_per_second=32e9, network_bytes_per_second=25e9)
     """Where it usually stands; off: PCIe 4 and a NIC of 200 Gb/s each."""
     watts: float | None = Field(None, gt=0, le=1e6)

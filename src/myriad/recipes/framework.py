@@ -1,5 +1,6 @@
 """Training frameworks by path or name (`myriad.planner.frameworks`), and what else tables name."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -26,6 +27,14 @@ def load_frameworks() -> tuple[Framework, ...]:
     return tuple(map(load_framework, recipe_names("frameworks")))
 
 
+@cache
+def _row_patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Return the patterns of rows of published tables that name an accelerator, with its recipe."""
+    recipes = {name: read_recipe("accelerators", name, "gpu_type") for name in recipe_names("accelerators")}
+    every = ((name, one) for name, tree in recipes.items() for one in tree.get("matches", ()))
+    return tuple((re.compile(one), name) for name, one in every)
+
+
 class ReadyRecipes:
     """The recipes that rows of tables name (`myriad.planner.validation.general_form.Recipes`)."""
 
@@ -33,9 +42,11 @@ class ReadyRecipes:
         """Return a cluster with so many accelerators. Raises `BadInputError`."""
         return scale_cluster(load_cluster(name), accelerators, "gpus")
 
-    def accelerator(self, gpu_type: str) -> tuple[str, Accelerator]:
-        """Return the accelerator that a table names, and its recipe. Raises `BadInputError`."""
-        return find_accelerator(gpu_type)
+    def accelerator(self, gpu_type: str, row: str = "") -> tuple[str, Accelerator]:
+        """Return the accelerator that a table names, and its recipe. ``row``: what the row says besides.
+        Raises `BadInputError`."""
+        stated = (name for pattern, name in _row_patterns() if pattern.search(row))
+        return find_accelerator(next(stated, gpu_type))
 
     def model(self, name: str) -> Mapping[str, Any] | None:
         """Return the keys of a model; ``None``: there is no such recipe."""

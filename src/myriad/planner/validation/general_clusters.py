@@ -16,12 +16,14 @@ __all__ = ["cluster_of"]
 
 
 def cluster_of(
-    read: GeneralCells, gpus: int, accelerators: Callable[[str], tuple[str, Accelerator]]
+    read: GeneralCells, gpus: int, accelerators: Callable[[str, str], tuple[str, Accelerator]]
 ) -> Cluster:
-    """Return the cluster of a row. Raises `BadInputError`."""
+    """Return the cluster of a row. ``accelerators`` returns the recipe and the accelerator of a type and of
+    what else the row says. Raises `BadInputError`."""
     if not read.has("gpu_type"):
         raise read.refused("gpu_type", "needed: the cell is empty; or --cluster for all rows")
-    recipe, accelerator = accelerators(_stated_type(read) or read.word("gpu_type"))
+    row = " ".join(map(read.word, ("source", "table", "gpu_type", "notes")))
+    recipe, accelerator = accelerators(read.word("gpu_type"), row)
     said = read.word("interconnect")
     try:
         cluster = usual_cluster(recipe, accelerator, gpus, _per_node(read, said))
@@ -76,23 +78,6 @@ def _reached_ratio(said: str, recipe: str, nodes: int, notes: str) -> float | No
         dates, ratio = _OLD_OMNI_PATH
         return ratio if dates.search(notes) else _OMNI_PATH[1]
     return _OMNI_PATH[max(count for count in _OMNI_PATH if count <= nodes)]
-
-
-_TYPES = (
-    (
-        re.compile(r"(?i)H100.*HBM2e|(torchtitan.*(llama3_h100|docs/performance)|pytorch/ao\b).* H100"),
-        "h100-hbm2e-96gb",
-    ),
-)
-"""Accelerators of published rows by what their source or notes say, where "H100" alone is another one: that
-of torchtitan's benchmarks/*llama3_h100*.md and docs/performance.md, and of torchao's authors, whose logs have
-35.56 GiB as 37.43 % of the memory (pytorch/ao, pull request 1718)."""
-
-
-def _stated_type(read: GeneralCells) -> str | None:
-    """Return the recipe of a row's accelerator where its source or notes name it more closely."""
-    said = " ".join(map(read.word, ("source", "table", "gpu_type", "notes")))
-    return next((recipe for pattern, recipe in _TYPES if pattern.search(said)), None)
 
 
 _CHECKS = 0.21e-3, 0.31e-3

@@ -49,8 +49,9 @@ class Recipes(Protocol):
     def cluster(self, name: str, accelerators: int) -> Cluster:
         """Return a cluster with so many accelerators."""
 
-    def accelerator(self, gpu_type: str) -> tuple[str, Accelerator]:
-        """Return the accelerator that a table names, and the name of its recipe."""
+    def accelerator(self, gpu_type: str, row: str = "") -> tuple[str, Accelerator]:
+        """Return the accelerator that a table names, and the name of its recipe. ``row``: what the row says
+        besides, which may name it more closely."""
 
     def model(self, name: str) -> Mapping[str, Any] | None:
         """Return the keys of a model; ``None``: there is no such recipe."""
