@@ -125,10 +125,10 @@ class Accelerator(Config):
     each in one, including their compute (https://github.com/pytorch/pytorch/issues/161104)."""
     flash_ratio: float = Field(0.60, gt=0, le=1)
     """Share of the peak that FlashAttention-2 reaches with long sequences, forward and backward, counting
-    attended pairs: A100 0.60 (arXiv 2307.08691, figure 4), H100 0.38 (arXiv 2407.08608, figures 5 and 6)."""
+    attended pairs: A100 0.60 (arXiv 2307.08691, figure 4), H100 0.34 (the same, section 4.1 and figure 7)."""
     flash3_ratio: float | None = Field(None, gt=0, le=1)
-    """The same of the kernel for its own generation (FlashAttention-3, cuDNN); off: 1.4 times flash_ratio, as
-    on H100 (arXiv 2407.08608, figure 6: 1.5 to 1.75 times in the backward)."""
+    """The same of the kernel for its own generation (FlashAttention-3, cuDNN); off: 1.4 times
+    flash_ratio (arXiv 2407.08608, figure 6: 1.5 to 1.75 times in the backward on H100)."""
     flash_half_length: float = Field(384.0, ge=0)
     """Sequence length at which FlashAttention-2 reaches half of flash_ratio (its figure 4: with causal masks
     2,048 tokens reach 0.84 of the rate of 16,384)."""

@@ -81,6 +81,9 @@ class LayoutHabits(Config):
     """Recomputation of models with experts; off: the fastest that fits."""
     has_pipelines: bool = True
     """Whether pipelines go together with ``zero``; if not, plans have one pipeline rank."""
+    exchanges_heads: bool = False
+    """Whether all ranks that share a sequence exchange positions for heads (Ulysses) instead of sending keys
+    and values around a ring."""
     schedule: ScheduleName | None = None
     """Pipeline schedule; off: interleaved with virtual stages, else 1f1b."""
     virtual_stages: int | None = Field(None, ge=1)

@@ -169,6 +169,10 @@ class FrameworkProfile:
     selective_blocks: float | None = None
     """Share of blocks whose forward layout.recompute = selective repeats, in place of parts of each block;
     off: parts of each. It describes other systems."""
+    gathers_sequences: bool = False
+    """Whether ranks that share sequences gather all keys and values before attention, again in the backward,
+    and reduce their gradients after it, with nothing behind which that could hide, instead of sending them
+    around a ring. It describes other systems; the fabric counts the messages of a ring."""
     shared_attention_ratio: float = 1.0
     """Factor on the seconds of attention where ranks share sequences. It describes other systems."""
     broadcast_seconds: float = 0.0

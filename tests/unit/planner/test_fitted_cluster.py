@@ -107,5 +107,5 @@ def test_every_share_of_a_rate_is_scaled_and_none_that_is_off() -> None:
     before, after = own.accelerator, scaled_cluster(own, factors).accelerator
     for key, factor in (("float8_achievable_ratio", 0.5), ("flash_ratio", 0.8), ("flash3_ratio", 0.8)):
         assert getattr(after, key) == pytest.approx(factor * getattr(before, key))
-    eos = load_cluster("eos-3072xh100")
-    assert scaled_cluster(eos, factors).accelerator.flash3_ratio is None
+    selene = load_cluster("selene-2520xa100")
+    assert scaled_cluster(selene, factors).accelerator.flash3_ratio is None

@@ -9,8 +9,10 @@ from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner import Cluster, Costs, FrameworkProfile, SimulationCache, Workload
+from myriad.planner.cost.collective_costs import all_gather_seconds, group_along
 from myriad.planner.cost.expert_costs import PairedCompute, exposed_in_phases
 from myriad.planner.cost.expert_ranks import ExpertGrid
+from myriad.planner.cost.layer_costs import block_times, context_block
 from myriad.planner.cost.replica_messages import count_buckets
 from myriad.planner.frameworks import read_framework
 from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes
@@ -180,6 +182,20 @@ def test_attention_of_shared_sequences_may_take_longer_than_of_whole_ones() -> N
     for layout, longer in ((Layout(dp=4, cp=2), True), (Layout(dp=8), False)):
         ratio = seconds(layout, on, long, shared_attention_ratio=2.0) / seconds(layout, on, long)
         assert ratio > 1.03 if longer else ratio == 1
+
+
+def test_gathers_of_keys_and_values_wait_where_a_ring_hides_them() -> None:
+    """Llama 3 gathers before attention. In a ring of long sequences what travels is behind compute."""
+    on, sequence, exposed = cluster(8), 2**20, {}
+    for gathers in (True, False):
+        profile = replace(FrameworkProfile(), gathers_sequences=gathers)
+        work = Workload(MODEL.model_copy(update={"sequence": sequence}), Layout(cp=8), 1, profile=profile)
+        costs, model = Costs(work, on), work.rank_model
+        attention = block_times(model, costs.slice, sequence**2 / 16).forward.attention
+        exposed[gathers] = context_block(model, costs.slice, None).exposed((attention, 2.5 * attention))
+    gather = float(all_gather_seconds(group_along(on, 8.0, 1.0), 2 * sequence * MODEL.hidden * 2))
+    assert exposed[True] == pytest.approx((gather, 2 * gather))
+    assert exposed[False][0] < 0.5 * gather
 
 
 def test_broadcasts_cost_each_rank_of_the_group() -> None:

@@ -208,6 +208,37 @@ def test_ranks_that_share_sequences_are_counted(tmp_path: Path) -> None:
         rows(tmp_path, f"{GOOD.replace(',16,', ',48,')},3", header=f"{HEADER},cp")
 
 
+def test_deepspeed_exchanges_positions_for_heads_unless_a_row_says_otherwise(tmp_path: Path) -> None:
+    """With Ulysses every rank has all positions of some heads: at most as many ranks as a rank has heads."""
+    header, line = f"{HEADER},framework,cp,ulysses", GOOD.replace(",16,", ",64,")
+    for framework, said, ulysses in (("deepspeed", "", 4), ("deepspeed", "1", 1), ("megatron-core", "2", 2)):
+        (row,) = rows(tmp_path, f"{line},{framework},4,{said}", header=header)
+        assert (row.works[0].layout.cp, row.works[0].layout.ulysses) == (4, ulysses)
+    for cp, said in ((4, "3"), (32, "32")):  # no divisor of cp; 16 heads of a rank
+        with pytest.raises(BadInputError, match="a divisor of cp"):
+            rows(tmp_path, f"{line},megatron-core,{cp},{said}", header=header)
+
+
+def test_open_virtual_stages_divide_embedding_and_head_too_where_the_framework_counts_them(
+    tmp_path: Path,
+) -> None:
+    """Llama 3 405B has 126 blocks on 16 pipeline ranks: one less on the first and on the last stage."""
+    header = f"{HEADER},framework"
+    line = "llama3-405b,8192,H100-SXM-80GB,8,16,1,2048,none,4.0,"
+    (row,) = rows(tmp_path, f"{line},llama-3", header=header)
+    assert {work.layout.virtual_stages for work in row.works} == {1, 2, 4, 8}
+    found = [sum(0 < one < 127 for one in stage) for stage in stage_layers(row.works[0])]
+    assert found == [7, *[8] * 14, 7]
+    (row,) = rows(tmp_path, f"{line},unknown", header=header)
+    assert {work.layout.virtual_stages for work in row.works} == {1}
+
+
+def test_deepspeed_s_pipelines_have_no_virtual_stages(tmp_path: Path) -> None:
+    line = "llama2-70b,64,A100-SXM-80GB,4,8,1,64,full,40.0,"
+    (row,) = rows(tmp_path, f"{line},THUDM/GLM-130B@main:logs", header=f"{HEADER},source")
+    assert {work.layout.virtual_stages for work in row.works} == {1}
+
+
 def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
     header = f"{HEADER},source"
     for source, framework in (
@@ -215,6 +246,10 @@ def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
         ("NVIDIA/dgxc-benchmarking@v25.05.04:deepseek_v3/pretraining/README.md", "megatron-core"),
         ("NVIDIA/dgxc-benchmarking@v25.12:qwen3/pretrain/README.md", "megatron-bridge"),
         ("AMD-AGI/Primus@1:examples/moe_package/README.md", "primus"),
+        ("NVIDIA/NeMo-Framework-Launcher@23.03:README.md", "nemo-2023"),
+        ("arXiv 2407.21783 (Llama 3)", "llama-3"),
+        ("arXiv 2201.11990 (MT-NLG 530B)", "megatron-deepspeed-2021"),
+        ("EleutherAI/gpt-neox@1:README.md", "megatron-deepspeed-2021"),
     ):
         (row,) = rows(tmp_path, f"{GOOD},{source}", header=header)
         assert row.framework == framework

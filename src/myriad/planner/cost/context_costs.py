@@ -3,6 +3,8 @@
     ring       keys and values travel to the next rank in each step but the last, in halves, behind the step's
                compute and that of the half that is there; in the backward the float32 sums of their gradients
                follow them, from the first rank that has any to their owner, behind the rest of its own keys
+    gather     keys and values of all ranks before attention, again in the backward, and a reduction of their
+               gradients after it: other systems' way, all of it exposed
     ulysses    queries, keys and values for other heads, and the result back: two all-to-alls in each
                direction, with nothing behind which they could hide
 
@@ -24,7 +26,13 @@ from myriad.comm.layout import Layout
 from myriad.kernels.ring_plan import halves_sent, pairs_of_steps, received_positions, sent_positions
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.cost.collective_costs import CommGroup, all_to_all_seconds, group_along, message_seconds
+from myriad.planner.cost.collective_costs import (
+    CommGroup,
+    all_gather_seconds,
+    all_to_all_seconds,
+    group_along,
+    message_seconds,
+)
 from myriad.planner.cost.operator_costs import Number
 
 __all__ = ["ONE_RANK_OF_CONTEXT", "ContextBlock", "ContextGrid", "RingSteps"]
@@ -102,6 +110,8 @@ class ContextBlock:
     value_bytes: int
     window: int | None
     """Window of the block."""
+    gathers: bool = False
+    """Whether the ranks gather keys and values (`FrameworkProfile.gathers_sequences`)."""
 
     def exposed(self, attend: tuple[Number, Number]) -> tuple[Number, Number]:
         """Return the exposed seconds, forward and backward. ``attend``: seconds of attention in each
@@ -115,7 +125,9 @@ class ContextBlock:
         return forward, backward
 
     def forward(self, attend: Number) -> list[RingSteps]:
-        """Return the steps of the ring in the forward."""
+        """Return the steps of the ring in the forward; with a gather, one."""
+        if self.gathers:
+            return [RingSteps(0, 1, self._gather_seconds, attend)]
         message, _, around = self._messages
         found = [RingSteps(first, count, 0.0, share * attend) for first, count, share in self._shares]
         if around:
@@ -125,6 +137,9 @@ class ContextBlock:
 
     def backward(self, attend: Number) -> list[RingSteps]:
         """Return the steps of the ring in the backward. After the last, the sums of gradients arrive."""
+        if self.gathers:
+            gather = self._gather_seconds  # Gradients travel in the compute type.
+            return [RingSteps(0, 1, gather, attend), RingSteps(self.grid.ring, 1, gather, 0.0)]
         message, sums, around = self._messages
         found = [RingSteps(first, count, 0.0, share * attend) for first, count, share in self._shares]
         if around:
@@ -193,6 +208,13 @@ class ContextBlock:
     @cached_property
     def _link(self) -> CommGroup:
         return self.grid.next_rank(self.cluster)
+
+    @cached_property
+    def _gather_seconds(self) -> Number:
+        """Seconds in which the keys and values of all ranks arrive, or their gradients are reduced."""
+        ring, stride = self.grid.ring, self.grid.stride * self.grid.ulysses
+        group = group_along(self.cluster, float(ring), float(stride))
+        return all_gather_seconds(group, ring * self.grid.ring_slowdown(self.cluster) * self.share_bytes[0])
 
     @property
     def _copied(self) -> Number:

@@ -117,7 +117,14 @@ def context_block(model: ModelConfig, context: LayerContext, window: int | None)
     """Return what attention of a block with this window exchanges."""
     tokens = context.micro_batch * model.sequence
     return ContextBlock(
-        model, context.cluster, context.context, context.tp, tokens, context.value_bytes, window
+        model,
+        context.cluster,
+        context.context,
+        context.tp,
+        tokens,
+        context.value_bytes,
+        window,
+        context.profile.gathers_sequences,
     )
 
 

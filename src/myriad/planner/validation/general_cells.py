@@ -17,8 +17,8 @@ __all__ = ["GENERAL_COLUMNS", "MEASURES", "MODEL_KEY", "GeneralCells", "is_gener
 GENERAL_COLUMNS = [
     "source", "table", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab",
     "seq", "experts", "experts_per_token", "expert_ffn", "shared_experts", "activation",
-    "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp", "ep",
-    "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
+    "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp",
+    "ulysses", "ep", "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
     "expert_dispatch", "expert_overlap", "fused_experts", "cuda_graphs", "iteration_s",
     "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "flops", "allocated_bytes", "reserved_bytes",
     "out_of_memory", "framework", "notes",

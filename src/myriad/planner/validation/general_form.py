@@ -4,7 +4,7 @@
     experts, experts_per_token, expert_ffn, shared_experts        a mixture of experts
     model.KEY                                                     any other key of the model
     global_batch (sequences), gpus, gpu_type, interconnect        the job and its cluster
-    tp, pp, dp, cp, ep, etp, vpp, zero, micro_batch, recompute    the layout
+    tp, pp, dp, cp, ulysses, ep, etp, vpp, zero, micro_batch, recompute      the layout
     dtype                                                         bf16, fp16, fp32, fp8, fp8-blocks
     iteration_s, tokens_per_s_per_gpu, tflops_per_gpu, mfu        what was measured: the first that is given
     flops                                                         what TFLOP/s and MFU count: `FLOP_COUNTS`
@@ -148,7 +148,7 @@ def _layouts(
     read: GeneralCells, model: ModelConfig, cluster: Cluster, framework: Framework
 ) -> Iterator[Layout]:
     """Yield the layouts that a row may have had: those that differ in what it leaves open."""
-    degrees, habits = _degrees(read, model, cluster.world), framework.habits
+    degrees, habits = _degrees(read, model, cluster.world, framework.habits), framework.habits
     pp, zero = degrees["pp"], _zero(read, framework.habits, degrees["pp"])
     by_layer = zero == 3 and habits.by_layer and pp == 1
     fixed = degrees | {"zero": zero} | _expert_keys(read, model, degrees, habits)
@@ -157,7 +157,7 @@ def _layouts(
     group = _shard_group(read, cluster, degrees["dp"]) or habits.shard_group
     if group and zero and group < degrees["dp"] and degrees["dp"] % group == 0:
         fixed["shard_group"] = group
-    stages = [model.layers] if by_layer else _stages(read, model, pp, habits.virtual_stages)
+    stages = [model.layers] if by_layer else _stages(read, model, pp, habits)
     recomputes = _recomputes(read, habits.recompute if model.experts is None else habits.expert_recompute)
     for micro_batch, number, recompute in product(_micro_batches(read), stages, recomputes):
         open_keys = {"micro_batch": micro_batch, "virtual_stages": number, "recompute": recompute}
@@ -167,7 +167,7 @@ def _layouts(
         yield Layout(**(fixed | open_keys | schedule))
 
 
-def _degrees(read: GeneralCells, model: ModelConfig, gpus: int) -> dict[str, Any]:
+def _degrees(read: GeneralCells, model: ModelConfig, gpus: int, habits: LayoutHabits) -> dict[str, Any]:
     """Return the parallel degrees of a row. Raises `BadInputError` for degrees that the GPUs, the heads or
     the sequence do not allow."""
     tp, pp, cp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
@@ -178,10 +178,13 @@ def _degrees(read: GeneralCells, model: ModelConfig, gpus: int) -> dict[str, Any
         raise read.refused("dp", f"gpus / (tp x pp x cp) = {dp}")
     if model.heads % tp:
         raise read.refused("tp", f"a divisor of the model's {model.heads} heads")
-    if model.sequence % Layout(tp=tp, cp=cp).sequence_multiple:
+    ulysses = read.whole("ulysses", cp if habits.exchanges_heads else 1)
+    if cp % ulysses or model.heads // tp % ulysses:
+        raise read.refused("ulysses", f"a divisor of cp = {cp} and of {model.heads // tp} heads")
+    if model.sequence % Layout(tp=tp, cp=cp, ulysses=ulysses).sequence_multiple:
         column = "cp" if cp > 1 else "tp"
         raise read.refused(column, f"a divisor of the sequence of {model.sequence}, with tp and in halves")
-    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
+    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ulysses": ulysses, "ep": ep}
 
 
 def _expert_keys(
@@ -242,19 +245,23 @@ def _micro_batches(read: GeneralCells) -> Sequence[int]:
     return [read.whole("micro_batch")] if read.has("micro_batch") else (1, 2, 4, 8)
 
 
-def _stages(read: GeneralCells, model: ModelConfig, pp: int, habit: int | None) -> Sequence[int]:
-    """Return the possible virtual stages."""
-    if habit is not None and pp > 1 and not read.has("vpp"):
-        return [habit]
+def _stages(read: GeneralCells, model: ModelConfig, pp: int, habits: LayoutHabits) -> Sequence[int]:
+    """Return the possible virtual stages: those of equal numbers of blocks, or of layers where the framework
+    counts embedding and head as a layer each."""
+    if habits.virtual_stages is not None and pp > 1 and not read.has("vpp"):
+        return [habits.virtual_stages]
     said = read.word("vpp")
     if said == "one layer a chunk":
         return [-(-(model.layers + 2) // pp)]
     if said or pp == 1:
         number = read.whole("vpp", 1)
         return [number] if pp > 1 else [1]
-    if model.layers % pp:
+    layers = model.layers
+    if layers % pp and habits.partition == "with-ends":
+        layers += 2
+    if layers % pp:
         return [1]
-    own = model.layers // pp
+    own = layers // pp
     return [number for number in range(1, own + 1) if own % number == 0]
 
 
