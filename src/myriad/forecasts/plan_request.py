@@ -143,11 +143,12 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
     if not shards:
         allowed = f"with --framework {framework.name} one of {', '.join(map(str, sorted(degrees)))}"
         raise BadInputError("layout.zero", problem.fixed.get("zero"), allowed)
-    if not habits.has_pipelines and problem.fixed.get("pp", 1) != 1:
-        allowed = f"1 with --framework {framework.name}, which has no pipelines with ZeRO {habits.zero}"
-        raise BadInputError("layout.pp", problem.fixed["pp"], allowed)
-    schedules = {"gpipe", "1f1b", "interleaved", habits.schedule}
-    fixed = {} if habits.has_pipelines else {"pp": 1}
+    limits, fixed = framework.limits, _limited(problem, framework)
+    schedules = {*(limits.schedules or ("gpipe", "1f1b", "interleaved")), habits.schedule}
+    again = tuple(one for one in problem.recomputes if one in (limits.recompute or problem.recomputes))
+    if not again:
+        allowed = f"with --framework {framework.name} one of {', '.join(limits.recompute or ())}"
+        raise BadInputError("layout.recompute", problem.recomputes[0], allowed)
     return replace(
         problem,
         framework=framework.name,
@@ -159,12 +160,38 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         overlap=framework.overlap,
         searches_overlap=False,
         searches_pairs=False,
+        searches_groups=limits.shard_groups,
         gathers_blocks=by_layer,
+        limits=limits,
+        recomputes=again,
         shards=shards,
         schedules=tuple(name for name in problem.schedules if name in schedules),
         offloads=tuple(one for one in problem.offloads if one == _PLAIN) or problem.offloads,
         fixed={"expert_dispatch": habits.expert_dispatch, **fixed, **problem.fixed},
     )
+
+
+def _limited(problem: LayoutProblem, framework: Framework) -> dict[str, int]:
+    """Return the keys of the layout that a framework's plans have at one value. Raises `BadInputError` if
+    the job gives another."""
+    limits = framework.limits
+    found: dict[str, int] = {}
+    for key, has, lacks in (
+        ("pp", framework.habits.has_pipelines, f"no pipelines with ZeRO {framework.habits.zero}"),
+        ("tp", limits.tensor != "none", "no tensor parallelism in its plans"),
+        ("cp", limits.context != "none", "no context parallelism in its plans"),
+        ("ep", limits.experts != "alone", "no expert parallelism in its plans"),
+    ):
+        if has:
+            continue
+        if problem.fixed.get(key, 1) != 1:
+            allowed = f"1 with --framework {framework.name}, which has {lacks}"
+            raise BadInputError(f"layout.{key}", problem.fixed[key], allowed)
+        found[key] = 1
+    if not limits.shard_groups and problem.fixed.get("shard_group") is not None:
+        allowed = f"none with --framework {framework.name}, which shards over all replicas"
+        raise BadInputError("layout.shard_group", problem.fixed["shard_group"], allowed)
+    return found
 
 
 def _sizes(gpus: str) -> tuple[int, ...]:

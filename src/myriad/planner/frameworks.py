@@ -12,6 +12,7 @@ that a reader can check it, and a test finds a value without one:
     [memory]                                  # keys of FrameworkMemory
     [overlap]                                 # keys of OverlapConfig
     [layout]                                  # keys of LayoutHabits
+    [limits]                                  # keys of LayoutLimits
 
 A value that is fitted says so, with its rows: ``fitted_to = "rows of 8 GPUs"``.
 """
@@ -25,6 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from myriad.comm.layout import ExpertDispatch, ScheduleName
 from myriad.config import Config, explain
 from myriad.errors import BadInputError
+from myriad.planner.layout_limits import LayoutLimits
 from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
@@ -39,8 +41,8 @@ __all__ = [
     "read_framework",
 ]
 
-Launcher = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
-"""Whose options a plan for a framework is written in (`myriad.forecasts.launch_script`)."""
+Launcher = Literal["megatron-lm", "megatron-bridge", "torchtitan", "nanotron", "deepspeed", "maxtext"]
+"""Whose options a plan for a framework is written in (`myriad.forecasts.launch`)."""
 PartitionHabit = Literal["uniform", "with-ends", "balanced", "cumulative", "megatron"]
 """A rule of `LayoutHabits.partition`."""
 FlopCount = Literal["model", "causal", "6n", "hardware"]
@@ -125,6 +127,8 @@ class FrameworkFile(Config):
     """Which communication it overlaps: keys of `OverlapConfig`, each with its source."""
     layout: dict[str, SourcedValue] = Field(default_factory=dict)
     """What it does where a row does not say it: keys of `LayoutHabits`, each with its source."""
+    limits: dict[str, SourcedValue] = Field(default_factory=dict)
+    """Which layouts its plans have: keys of `LayoutLimits`, each with its source."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class Framework:
     profile: FrameworkProfile
     overlap: OverlapConfig
     habits: LayoutHabits = field(default_factory=LayoutHabits)
+    limits: LayoutLimits = field(default_factory=LayoutLimits)
     matches: tuple[str, ...] = ()
     launcher: Launcher | None = None
     """Whose options a plan is written in; ``None``: it is not written."""
@@ -164,6 +169,7 @@ def read_framework(name: str, load: Callable[[str], Mapping[str, Any]], depth: i
         "memory": file.memory,
         "overlap": file.overlap,
         "layout": file.layout,
+        "limits": file.limits,
     }
     sources = dict(base.sources)
     for section, given in sections.items():
@@ -177,6 +183,7 @@ def read_framework(name: str, load: Callable[[str], Mapping[str, Any]], depth: i
         ),
         _updated(name, "overlap", base.overlap, file.overlap),
         _updated(name, "layout", base.habits, file.layout),
+        _updated(name, "limits", base.limits, file.limits),
         file.matches,
         file.launcher,
         sources,

@@ -478,7 +478,7 @@ def test_a_plan_for_another_framework_is_its_script(
     assert _plan(*plan) == 2 and out.read_text() == "mine"
     for wrong, says in (
         ((*plan[:-1], str(tmp_path / "plan.toml")), "ends in .sh"),
-        ((*plan[:3], "--framework", "nanotron", "--out", str(out)), "names a launcher"),
+        ((*plan[:3], "--framework", "primus", "--out", str(out)), "names a launcher"),
         (("gemma2-2b", *plan[1:]), "Megatron-LM has no arguments"),
         ((*plan[:4], "megatron-cor"), "did you mean megatron-core?"),
     ):

@@ -1,14 +1,16 @@
 """If these fail, a plan for another framework is started there with another model or another layout."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from myriad.errors import BadInputError
-from myriad.forecasts.launch_script import check_launch, launch_text
+from myriad.forecasts.launch.launch_script import check_launch, launch_text
 from myriad.job import Job, load_job
 from myriad.job.translation.megatron_arguments import read_command_line, translate_arguments
 from myriad.recipes import recipe_names
@@ -24,11 +26,11 @@ def script(job: Job, framework: str) -> str:
 
 
 def started(text: str, folder: Path, *more: str, **environment: str) -> list[str]:
-    """Run a script with a torchrun that prints its arguments, one on each line."""
+    """Run a script with starters that print their arguments, one on each line."""
     (folder / "plan.sh").write_text(text)
-    fake = folder / "torchrun"
-    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o755)
+    for name in ("torchrun", "deepspeed", "python3"):
+        (folder / name).write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+        (folder / name).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", str(folder / "plan.sh"), *more],
@@ -77,7 +79,7 @@ def test_a_model_is_given_as_it_is_or_refused() -> None:
             check_launch(load_job(name), framework)
             taken.append(name)
         except BadInputError as error:
-            assert error.value.startswith("model."), name
+            assert str(error.value).startswith("model."), name
     assert {"llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b", "megascale-175b"} <= set(taken)
     assert not {"gemma2-2b", "gpt-oss-20b", "falcon-7b", "olmo2-7b"} & set(taken)
     text = script(load_job("deepseek-v3", ["layout.ep=8", "layout.dp=8"]), "megatron-core")
@@ -103,18 +105,26 @@ def test_a_shell_hands_all_of_it_to_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "wanted"),
     [
-        (("dp=16", "tp=2", "zero=3"), {"data_parallel_shard_degree": 16, "local_batch_size": 1}),
         (
-            ("dp=8", "zero=3", "shard_group=4", "recompute=full", "recompute_ratio=0.25"),
-            {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4, "selective_ac_option": 4},
+            ("dp=16", "tp=2", "zero=3"),
+            {"data_parallel_shard_degree": 16, "num_tokens_per_microbatch_per_dp_rank": 8192},
+        ),
+        (
+            ("dp=8", "zero=3", "shard_group=4", "micro_batch=2"),
+            {
+                "data_parallel_replicate_degree": 2,
+                "data_parallel_shard_degree": 4,
+                "num_tokens_per_microbatch_per_dp_rank": 16384,
+            },
         ),
         (
             ("dp=4", "pp=2", "virtual_stages=2", "micro_batch=2"),
             {
                 "pipeline_parallel_schedule": "Interleaved1F1B",
-                "pipeline_parallel_microbatch_size": 2,
                 "pipeline_parallel_layers_per_stage": 8,
-                "local_batch_size": 128,
+                "num_pp_microbatches": 64,
+                "num_tokens_per_microbatch_per_dp_rank": 16384,
+                "num_tokens_per_train_step": 512 * 8192,
             },
         ),
     ],
@@ -130,6 +140,8 @@ def test_torchtitans_degrees_are_the_layouts(
         ranks *= int(given[f"{name}_degree"])
     assert ranks == job.layout.world
     assert {name: given[name] for name in wanted} == {name: str(value) for name, value in wanted.items()}
+    assert ("--training.disable_cuda_graphs" in words) == (job.layout.pp > 1)
+    assert words[-1] == f"activation-checkpoint:{job.layout.recompute}"
 
 
 def test_megatron_bridges_overrides_name_the_layout() -> None:
@@ -149,10 +161,13 @@ def test_megatron_bridges_overrides_name_the_layout() -> None:
 @pytest.mark.parametrize(
     ("framework", "keys", "says"),
     [
-        ("nanotron", (), "names a launcher"),
+        ("primus", (), "names a launcher"),
         ("megatron-core", ("optimizer.name=lamb",), "optimizer.name = lamb"),
         ("megatron-bridge", ("train.precision=float32",), "train.precision = float32"),
         ("torchtitan", ("train.precision=float8",), "train.precision = float8"),
+        ("nanotron", ("model.qk_norm=head",), "model.qk_norm = head"),
+        ("nanotron", ("model.experts=8",), "model.experts = 8"),
+        ("maxtext", ("optimizer.decay=linear",), "optimizer.decay = linear"),
     ],
 )
 def test_what_cannot_be_started_is_refused(framework: str, keys: tuple[str, ...], says: str) -> None:
@@ -167,8 +182,12 @@ def test_what_cannot_be_started_is_refused(framework: str, keys: tuple[str, ...]
         ("megatron-core", ("offload_optimizer=true",), "offload_optimizer"),
         ("megatron-core", ("pp=2", "schedule=gpipe"), "schedule = gpipe"),
         ("torchtitan", ("pp=2", "schedule=zero-bubble"), "schedule = zero-bubble"),
-        ("megatron-core", ("pp=5",), "a divisor of the 32 layers, or of 34"),
-        ("torchtitan", ("pp=12",), "a number that 32 layers fill"),
+        ("torchtitan", ("pp=4", "virtual_stages=5"), "a number that 32 layers fill"),
+        ("torchtitan", ("recompute=full", "recompute_ratio=0.25"), "recompute_ratio"),
+        ("nanotron", ("pp=4", "virtual_stages=2"), "schedule = interleaved"),
+        ("nanotron", ("cp=2",), "layout.cp = 2"),
+        ("deepspeed", ("tp=2", "zero=3"), "layout.tp = 2"),
+        ("maxtext", ("pp=2", "zero=3"), "layout.pp = 2"),
     ],
 )
 def test_layouts_that_the_framework_does_not_have_are_refused(
@@ -182,15 +201,116 @@ def test_the_width_of_experts_is_written_where_the_framework_has_it() -> None:
     job = load_job("qwen3-30b-a3b", ["layout.tp=4", "layout.etp=2", "layout.dp=4", "layout.ep=8"])
     given = read_command_line(script(job, "megatron-core"))
     assert (given["expert_tensor_parallel_size"], given["expert_model_parallel_size"]) == (2, 8)
-    with pytest.raises(BadInputError, match=r"layout.etp = 2.*1 or layout.tp = 4"):
+    with pytest.raises(BadInputError, match=r"layout.etp = 2.*1 with layout.ep above 1"):
         script(job, "torchtitan")
 
 
-def test_groups_that_share_state_and_stages_with_embedding_and_head_are_written() -> None:
+def test_groups_that_share_state_and_stages_of_different_sizes_are_written() -> None:
     grouped_job = load_job("llama3-8b", ["layout.dp=8", "layout.zero=1", "layout.shard_group=4"])
     grouped = read_command_line(script(grouped_job, "megatron-core"))
     assert grouped["num_distributed_optimizer_instances"] == 2
-    assert "account_for_loss_in_pipeline_split" not in grouped
-    uneven_job = load_job("llama3-405b", ["layout.pp=16", "layout.tp=8"])
+    assert "pipeline_model_parallel_layout" not in grouped
+    uneven_job = load_job("llama3-405b", ["layout.pp=16", "layout.tp=8", "layout.virtual_stages=1"])
     uneven = read_command_line(script(uneven_job, "megatron-core"))
-    assert uneven["account_for_embedding_in_pipeline_split"] and uneven["account_for_loss_in_pipeline_split"]
+    assert uneven["pipeline_model_parallel_layout"] == "Et*8|(t*8|)*13t*7|t*7L"
+    looped_job = load_job("deepseek-v3", ["layout.pp=2", "layout.virtual_stages=4", "layout.zero=1"])
+    looped = read_command_line(script(looped_job, "megatron-core"))
+    assert looped["pipeline_model_parallel_layout"] == "Et*8|(t*8|)*4(t*7|)*2t*7mL"
+    dense_job = load_job("llama3-8b", ["layout.pp=3", "layout.tp=1", "layout.virtual_stages=7"])
+    dense = read_command_line(script(dense_job, "megatron-core"))
+    assert dense["pipeline_model_parallel_layout"] == "Ett|(tt|)*10(t|)*9tL"
+    assert translate_arguments(dense).keys["layout.virtual_stages"] == 7
+
+
+@pytest.mark.parametrize(("replicas", "size"), [(64, None), (51, 5), (56, 5)])
+def test_rounds_of_interleaved_schedules_are_ones_that_megatron_accepts(
+    replicas: int, size: int | None
+) -> None:
+    batch = 512 // replicas * replicas
+    keys = ["layout.pp=4", "layout.virtual_stages=2", f"layout.dp={replicas}", f"train.global_batch={batch}"]
+    given = read_command_line(script(load_job("llama3-8b", keys), "megatron-core"))
+    assert given.get("microbatch_group_size_per_virtual_pipeline_stage") == size
+    count = batch // replicas
+    assert count % (size or 4) == 0 or count % (size or 4) >= 4
+
+
+def test_what_a_recipe_may_have_and_the_plan_has_not_is_turned_off() -> None:
+    lines = script(
+        load_job("llama3-8b", ["layout.dp=8", "layout.tp=1", "layout.zero=0"]), "megatron-bridge"
+    ).splitlines()
+    for line in (
+        "model.virtual_pipeline_model_parallel_size=null",
+        "model.pipeline_model_parallel_layout=null",
+        "model.num_layers_in_first_pipeline_stage=null",
+        "model.context_parallel_size=1",
+        "model.sequence_parallel=false",
+        "model.recompute_granularity=null",
+        "optimizer.use_distributed_optimizer=false",
+        "dataset.seq_length=8192",
+        "scheduler.lr_warmup_fraction=null",
+    ):
+        assert f"    {line}" in lines
+
+
+def test_a_schedule_that_falls_late_has_its_last_steps() -> None:
+    keys = ["optimizer.decay=wsd", "optimizer.decay_ratio=0.25", "train.steps=10000"]
+    given = read_command_line(script(load_job("llama3-8b", keys), "megatron-core"))
+    assert (given["lr_decay_style"], given["lr_wsd_decay_iters"]) == ("WSD", 2500)
+
+
+def test_hosts_of_a_rack_have_four_accelerators(tmp_path: Path) -> None:
+    job = load_job("llama3-8b", ["layout.dp=144", "layout.tp=1", "train.global_batch=1152"])
+    cluster = scale_cluster(load_cluster("gb200-576xgb200"), 144)
+    words = started(launch_text(job, load_framework("megatron-core"), cluster, HEAD), tmp_path)
+    assert words[:4] == ["--nproc-per-node", "4", "--nnodes", "36"]
+
+
+def test_nanotron_reads_a_file_that_the_script_writes(tmp_path: Path) -> None:
+    keys = ["layout.dp=4", "layout.tp=2", "layout.pp=2", "layout.zero=1", "layout.micro_batch=2"]
+    job = load_job("qwen2.5-7b", [*keys, "layout.recompute=full", "train.global_batch=64"])
+    words = started(script(job, "nanotron"), tmp_path, DATASET="{dataset_folder: tokens}")
+    assert words[-2:] == ["--config-file", str(tmp_path / "plan.yaml")]
+    given = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    wanted = {
+        "dp": 4,
+        "tp": 2,
+        "pp": 2,
+        "pp_engine": "1f1b",
+        "tp_mode": "REDUCE_SCATTER",
+        "recompute_layer": True,
+    }
+    assert {key: given["parallelism"][key] for key in wanted} == wanted
+    assert given["tokens"]["micro_batch_size"] * given["tokens"]["batch_accumulation_per_replica"] * 4 == 64
+    assert (
+        given["model"]["model_config"]["attention_bias"] and given["model"]["model_config"]["is_qwen2_config"]
+    )
+    assert given["optimizer"]["learning_rate_scheduler"]["learning_rate"] == job.optimizer.learning_rate
+    assert given["optimizer"]["optimizer_factory"]["adam_eps"] == job.optimizer.epsilon
+    assert given["data_stages"][0]["data"]["dataset"] == {"dataset_folder": "tokens"}
+
+
+def test_deepspeed_and_transformers_get_the_same_batch(tmp_path: Path) -> None:
+    keys = ["layout.dp=32", "layout.tp=1", "layout.zero=3", "layout.recompute=full", "layout.micro_batch=2"]
+    job = load_job("llama3-8b", [*keys, "train.global_batch=256"])
+    words = started(script(job, "deepspeed"), tmp_path, "--model_name", "x", TRAIN="run_clm.py")
+    assert words[:6] == ["--num_gpus", "8", "--num_nodes", "4", "run_clm.py", "--deepspeed"]
+    given = json.loads((tmp_path / "plan.json").read_text())
+    trainer = dict(zip(words[7:-2:2], words[8:-2:2], strict=True))
+    assert given["train_micro_batch_size_per_gpu"] == int(trainer["--per_device_train_batch_size"]) == 2
+    assert given["gradient_accumulation_steps"] == int(trainer["--gradient_accumulation_steps"]) == 4
+    assert given["train_batch_size"] == 256 and given["zero_optimization"]["stage"] == 3
+    assert given["bf16"]["enabled"] and trainer["--bf16"] == trainer["--gradient_checkpointing"] == "true"
+    assert json.loads(trainer["--lr_scheduler_kwargs"]) == {
+        "min_lr_rate": job.optimizer.final_learning_rate_ratio
+    }
+
+
+def test_maxtexts_mesh_fills_nodes_with_the_innermost_axes(tmp_path: Path) -> None:
+    keys = ["layout.dp=32", "layout.tp=2", "layout.zero=3", "layout.micro_batch=2", "layout.shard_group=16"]
+    job = load_job("llama3-8b", [*keys, "train.global_batch=256"])
+    words = started(script(job, "maxtext"), tmp_path, MODEL="llama3-8b")
+    assert words[:3] == ["-m", "maxtext.trainers.pre_train.train", "model_name=llama3-8b"]
+    given = dict(word.split("=", 1) for word in words[2:])
+    wanted = {"ici_tensor_sequence": 2, "ici_fsdp": 4, "dcn_fsdp": 4, "dcn_data": 2, "ici_data": 1}
+    assert {key: int(given[f"{key}_parallelism"]) for key in wanted} == wanted
+    assert float(given["per_device_batch_size"]) * 64 * int(given["gradient_accumulation_steps"]) == 256

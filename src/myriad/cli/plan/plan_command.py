@@ -356,7 +356,7 @@ def _fewest(question: "PlanProblem", days: float, console: "Console | None") -> 
 
 def _plan_text(question: "PlanProblem", found: "ExplainedPlan") -> str:
     """Return the text of a plan's file: a job, or a script for another framework. Raises `BadInputError`."""
-    from myriad.forecasts.launch_script import launch_text
+    from myriad.forecasts.launch.launch_script import launch_text
     from myriad.forecasts.planned_job import job_of, plan_head, plan_text
 
     job, best, problem = question.job, found.best, found.problem
@@ -369,7 +369,7 @@ def _plan_text(question: "PlanProblem", found: "ExplainedPlan") -> str:
 def _check_plan_file(path: Path, request: "PlanRequest") -> None:
     """Raise `BadInputError` for a file that is not a plan, or is another job's plan, and for a model that the
     framework cannot be given."""
-    from myriad.forecasts.launch_script import SCRIPT_HEAD, check_launch
+    from myriad.forecasts.launch.launch_script import SCRIPT_HEAD, check_launch
     from myriad.forecasts.planned_job import PLAN_HEAD
     from myriad.job import load_job
 

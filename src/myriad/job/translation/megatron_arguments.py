@@ -290,9 +290,26 @@ def _virtual(made: Translation, arguments: Mapping[str, Any], pp: int) -> None:
         made.put(
             "num_layers_per_virtual_pipeline_stage", "layout.virtual_stages", max(1, layers // pp // each)
         )
+    layout = arguments.get("pipeline_model_parallel_layout")
+    if isinstance(layout, str) and pp > 1 and (stages := _num_stages(layout)) >= pp:
+        made.put("pipeline_model_parallel_layout", "layout.virtual_stages", stages // pp)
     for option in ("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"):
         if arguments.get(option):
             made.put(option, "layout.virtual_stages", arguments[option])
+
+
+def _num_stages(layout: str) -> int:
+    """Return the stages of a layout such as ``Et*3|(t*2|)*29tL``, which are separated by bars."""
+    if len(layout) > _LONGEST_LAYOUT:
+        raise BadInputError(
+            _KEY, f"{layout[:40]}...", f"pipeline_model_parallel_layout of {_LONGEST_LAYOUT} signs"
+        )
+    groups = re.findall(r"\(([^()]*)\)\*(\d{1,4})", layout)
+    repeated = sum(group.count("|") * (int(times) - 1) for group, times in groups)
+    return layout.count("|") + repeated + 1
+
+
+_LONGEST_LAYOUT = 10_000
 
 
 def _rest(made: Translation, arguments: Mapping[str, Any]) -> None:

@@ -141,6 +141,7 @@ INSTEAD: dict[str, str] = {
     "decoder_first_pipeline_num_layers": "layout.partition = manual:B1,B2,...",
     "decoder_last_pipeline_num_layers": "layout.partition = manual:B1,B2,...",
     "pipeline_model_parallel_layout": "layout.partition = manual:B1,B2,...",
+    "microbatch_group_size_per_virtual_pipeline_stage": "rounds of interleaved are as equal as can be",
     "account_for_embedding_in_pipeline_split": "layout.partition = parameters counts embedding and head",
     "account_for_loss_in_pipeline_split": "layout.partition = parameters counts embedding and head",
     "ckpt_fully_parallel_save": "every rank writes its own share",

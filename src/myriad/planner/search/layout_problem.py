@@ -10,6 +10,7 @@ from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
+from myriad.planner.layout_limits import LayoutLimits
 from myriad.planner.memory.layer_memory import RECOMPUTE
 from myriad.planner.workload import (
     FULL_WINDOWS,
@@ -80,6 +81,8 @@ class LayoutProblem:
     gathers_blocks: bool = False
     """Whether ZeRO 3 on one pipeline rank gathers one block after another (FSDP), so that such layouts have a
     stage for each block."""
+    limits: LayoutLimits = field(default_factory=LayoutLimits)
+    """Layouts that the framework can run."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Pipeline schedules that the search tries."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE

@@ -26,6 +26,7 @@ other, so its layouts are a grid.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import gcd, isqrt
 
 import numpy as np
@@ -240,10 +241,10 @@ def layout_grids(problem: LayoutProblem) -> Iterator[LayoutGrid]:
         sizes = _micro_batches(problem, dp)
         if not (sizes and _can_be_summed(problem, dp, tp * pp * cp)):
             continue
-        schedules, rows = tuple(_schedules(problem, pp)), _rows(problem, tp, cp)
-        for ep, etp in _expert_degrees(problem, dp * cp, tp) if schedules else ():
-            for ulysses in rows:
-                grid = LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep, etp, cp, ulysses)
+        rows, experts = _rows(problem, tp, cp), _expert_degrees(problem, dp * cp, tp)
+        for schedules, own in _with_sizes(problem, tuple(_schedules(problem, pp)), sizes, dp, pp):
+            for (ep, etp), ulysses in product(experts, rows):
+                grid = LayoutGrid(problem, tp, pp, dp, own, schedules, ep, etp, cp, ulysses)
                 if grid.shards:
                     yield grid
 
@@ -264,7 +265,8 @@ def parallel_degrees(problem: LayoutProblem) -> Iterator[tuple[int, int, int, in
     """Yield every tp, pp, dp and cp that use all accelerators, regardless of the batch."""
     world, most = problem.cluster.world, problem.model.layers + 2
     for tp in tensor_degrees(problem.model):
-        if world % tp or not problem.allows("tp", tp):
+        allowed = problem.limits.allows_tensor(tp, problem.model.num_kv_heads)
+        if world % tp or not (allowed and problem.allows("tp", tp)):
             continue
         for pp in divisors(world // tp):
             if pp > most or not problem.allows("pp", pp):
@@ -302,7 +304,8 @@ def _rows(problem: LayoutProblem, tp: int, cp: int) -> list[int]:
     fits = [
         rows
         for rows in divisors(cp)
-        if heads % rows == 0
+        if problem.limits.allows_rows(cp, rows)
+        and heads % rows == 0
         and (kv_heads % rows == 0 or rows % kv_heads == 0)
         and model.sequence % Layout(tp=tp, cp=cp, ulysses=rows).sequence_multiple == 0
     ]
@@ -324,7 +327,9 @@ def _expert_degrees(problem: LayoutProblem, dp: int, tp: int) -> list[tuple[int,
         (ep, None if etp == tp else etp)
         for etp in (divisors(tp) if searches_all else sorted({1, tp}))[::-1]
         for ep in divisors(gcd(dp * tp // etp, experts))
-        if problem.allows("ep", ep) and _may_share(problem, tp, ep, etp)
+        if problem.allows("ep", ep)
+        and problem.limits.allows_experts(tp, ep, etp)
+        and _may_share(problem, tp, ep, etp)
     ]
 
 
@@ -358,6 +363,23 @@ def _micro_batches(problem: LayoutProblem, dp: int) -> tuple[int, ...]:
     return tuple(size for size in divisors(problem.global_batch // dp) if problem.allows("micro_batch", size))
 
 
+_Schedules = tuple[tuple[str, int], ...]
+
+
+def _with_sizes(
+    problem: LayoutProblem, schedules: _Schedules, sizes: tuple[int, ...], dp: int, pp: int
+) -> Iterator[tuple[_Schedules, tuple[int, ...]]]:
+    """Yield schedules with the micro-batch sizes that they can have: all have all of them, unless the
+    framework limits those of interleaved ones."""
+    fewer = problem.limits.round_sizes(sizes, problem.global_batch // dp, pp)
+    if fewer == sizes:
+        yield from [(schedules, sizes)] if schedules else []
+        return
+    for rounds, own in ((False, sizes), (True, fewer)):
+        if own and (chosen := tuple(one for one in schedules if (one[0] == "interleaved") == rounds)):
+            yield chosen, own
+
+
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Return the tensor-parallel degrees that `Job.check` accepts."""
     shared = (*model.mlp_widths, model.sequence)
@@ -372,7 +394,8 @@ def divisors(number: int) -> list[int]:
 
 def _schedules(problem: LayoutProblem, pp: int) -> Iterator[tuple[str, int]]:
     for virtual_stages in _virtual_stages(problem, pp):
-        if not _can_be_cut(problem, pp * virtual_stages):
+        allowed = problem.limits.allows_stages(problem.model.layers, pp, virtual_stages)
+        if not (allowed and _can_be_cut(problem, pp * virtual_stages)):
             continue
         for name in problem.schedules:
             if not problem.allows("schedule", name):

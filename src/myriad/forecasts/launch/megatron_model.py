@@ -9,28 +9,11 @@ from typing import Any
 
 from myriad.checkpoint.foreign.megatron_args import model_of_arguments
 from myriad.errors import BadInputError
+from myriad.forecasts.launch.launch_options import KEY, Value, option_line
 from myriad.job.translation.megatron_arguments import read_command_line
 from myriad.model.config import ModelConfig
 
-__all__ = ["KEY", "Value", "model_arguments", "option_line"]
-
-Value = bool | int | float | str
-"""A flag, a number or a word."""
-KEY = "--out"
-"""The option that errors name."""
-
-
-def option_line(name: str, value: Value, separator: str) -> str:
-    """Return an option as a line of a shell array; "": a flag that is off."""
-    if separator == "=":
-        word = f"{value:.10g}" if isinstance(value, float) else str(value)
-        return f"{name}={word.lower() if isinstance(value, bool) else word}"
-    option = f"--{name.replace('_', '-')}" if "." not in name else f"--{name}"
-    if isinstance(value, bool):
-        return option if value else ""
-    word = f"{value:.10g}" if isinstance(value, float) else str(value)
-    return f"{option} '{word}'" if set(word) & set("()[]*") else f"{option} {word}"
-
+__all__ = ["model_arguments"]
 
 _POSITIONS = {"learned": "learned_absolute", "none": "none", "rotary": "rope"}
 _ACTIVATIONS = {"swiglu": "swiglu", "relu2": "squared_relu", "gelu_tanh": "openai_gelu"}
