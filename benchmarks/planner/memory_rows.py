@@ -1,10 +1,12 @@
 """Peak memory of published layouts as the planner predicts it, beside what was measured.
 
     python benchmarks/planner/memory_rows.py [--chart FILE.svg] [--without-profile]
+    python benchmarks/planner/memory_rows.py --fits
     python benchmarks/planner/memory_rows.py --sweep bench_final2_mfu2.csv
 
 The first prints the rows that come with Myriad: nanotron's sweep, zero-bubble's and SimuMax's tables. The
-second reads nanotron's whole sweep as it is published (Hugging Face, nanotron/ultrascale-playbook-data; also
+second asks of all published iterations whether their layouts are predicted to fit, since they ran. The third
+reads nanotron's whole sweep as it is published (Hugging Face, nanotron/ultrascale-playbook-data; also
 gkarfakis19/Rapid-LLM, validation_scripts/huggingface_data), with the layouts that ran out of memory.
 
 Values of nanotron's profile were fitted to models of 1.34 billion parameters; all other sizes are held back.
@@ -22,7 +24,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from myriad.planner import PredictedMemory, TableOptions, memory_errors, parse_table, read_table
+from myriad.planner import (
+    PredictedMemory,
+    TableOptions,
+    memory_errors,
+    parse_table,
+    predict_table,
+    read_table,
+)
 from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.validation.memory_errors import MemoryErrors, predict_memory_of
@@ -40,6 +49,14 @@ def shipped_rows() -> list[PublishedRow]:
     sweep = read_table("nanotron_sweep.csv", recipes).rows
     others = read_table("iterations.csv", recipes, TableOptions(skip_bad=True)).rows
     return [*sweep, *(row for row in others if row.memory is not None and row.framework != "nanotron")]
+
+
+def timed_rows() -> Iterator[PredictedMemory]:
+    """Yield the rows with a time; what a row leaves open is as in its predicted time."""
+    recipes, simulations = ReadyRecipes(), SimulationCache()
+    for name in ("iterations.csv", "grace_blackwell.csv"):
+        for one in predict_table(read_table(name, recipes, TableOptions(skip_bad=True))).rows:
+            yield predict_memory_of(one.row, one.workload, simulations)
 
 
 # Nanotron's whole sweep
@@ -163,11 +180,18 @@ def main() -> None:
     parser.add_argument(
         "--chart", type=Path, metavar="FILE.svg", help="draw predicted against measured bytes"
     )
+    parser.add_argument("--fits", action="store_true", help="all rows with a time: do they fit?")
     parser.add_argument("--without-profile", action="store_true", help="predict with Myriad's values")
     given = parser.parse_args()
-    rows = sweep_rows(given.sweep) if given.sweep else shipped_rows()
-    found = predicted(rows, with_profile=not given.without_profile)
+    if given.fits:
+        found = list(timed_rows())
+    else:
+        rows = sweep_rows(given.sweep) if given.sweep else shipped_rows()
+        found = predicted(rows, with_profile=not given.without_profile)
     _print(found)
+    for one in found if given.fits else ():
+        if not one.fits:
+            print(f"{one.needed_bytes / 2**30:.1f} GiB predicted: {one.row.framework}, {one.row.name}")
     if given.chart:
         given.chart.write_text(dots_svg("Peak memory, allocated or reserved", "GiB", list(_dots(found))))
 

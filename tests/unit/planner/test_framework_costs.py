@@ -15,7 +15,8 @@ from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.layer_costs import block_times, context_block
 from myriad.planner.cost.replica_messages import count_buckets
 from myriad.planner.frameworks import read_framework
-from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes
+from myriad.planner.memory.layer_memory import layer_bytes
+from myriad.planner.memory.micro_batch_shard import MicroBatchShard
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster, scale_cluster
 from myriad.recipes.framework import ReadyRecipes

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
 from myriad.planner import PredictedMemory, TableOptions, memory_errors, read_table
-from myriad.planner.memory.closed_form_memory import worst_stage_memory
+from myriad.planner.memory.closed_form_memory import PeakMemory, worst_stage_memory
 from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.simulation.simulation_cache import SimulationCache
@@ -114,3 +116,60 @@ def test_a_framework_s_memory_has_keys_of_its_own() -> None:
     assert load_framework("nanotron").profile.memory.reports == "update"
     assert load_framework("megatron-bridge").profile.memory.block_values is not None, "extends megatron-core"
     assert load_framework("myriad").profile.memory == FrameworkMemory()
+
+
+def test_layouts_that_ran_are_predicted_to_fit() -> None:
+    """All of them: python benchmarks/planner/memory_rows.py --fits."""
+    rows = read_table("iterations.csv", RECIPES, TableOptions(skip_bad=True)).rows
+    for framework in ("megatron-core", "megatron-bridge", "megatron-core-moe", "mosaicml-fsdp", "nemo-2024"):
+        found = predicted([row for row in rows if row.framework == framework][::3])
+        wrong = [one.row.name for one in found if not one.fits]
+        assert len(wrong) <= 1, (framework, wrong)
+
+
+MODEL = ModelConfig(layers=8, hidden=4096, heads=32, kv_heads=8, sequence=4096, vocabulary=32000)
+LAYOUT = Layout(dp=2, tp=2, pp=2, virtual_stages=4, zero=1)
+
+
+def fullest(
+    model: ModelConfig = MODEL, layout: Layout = LAYOUT, batch: int = 64, **values: object
+) -> PeakMemory:
+    """Return the memory of the fullest rank of Megatron-Core in float8, with other values of its profile."""
+    profile = replace(load_framework("megatron-core").profile, quantization="tensor")
+    own = {name: values.pop(name) for name in list(values) if hasattr(profile.memory, name)}
+    memory = replace(profile.memory, **own)  # type: ignore[arg-type]
+    profile = replace(profile, memory=memory, **values)  # type: ignore[arg-type]
+    work = Workload(model, layout, batch, profile=profile)
+    return max(memory_of_ranks(work), key=lambda one: float(one.total))
+
+
+def test_a_library_keeps_parameters_and_inputs_in_float8() -> None:
+    own, apart = fullest(), fullest(quantized_parameters=False)
+    matrices = MODEL.block_parameters * MODEL.layers / (LAYOUT.tp * LAYOUT.pp)
+    assert apart.weights - own.weights == pytest.approx(2 * matrices, rel=0.01)
+    assert own.activations < 0.9 * fullest(keeps_quantized_inputs=False).activations
+    fours = fullest(quantization="nvfp4")
+    assert fours.activations < own.activations
+
+
+def test_messages_that_were_sent_are_freed() -> None:
+    for batch in (64, 128):
+        assert fullest(batch=batch).buffers < 0.1 * fullest(batch=batch, frees_sent=False).buffers
+
+
+def test_recomputed_blocks_keep_their_input_alone() -> None:
+    selective = LAYOUT.model_copy(update={"recompute": "selective"})
+    none = fullest().activations
+    some, most = (fullest(layout=selective, selective_blocks=share).activations for share in (0.25, 1.0))
+    assert most < some < none
+    assert 0.1 < (none - some) / (none - most) < 0.25, "what one block repeats is held once"
+
+
+def test_of_experts_a_rank_keeps_its_own_forms_and_no_results() -> None:
+    model = MODEL.model_copy(update={"experts": 16, "experts_per_token": 4, "expert_ffn": 1024})
+    layout = Layout(dp=8, ep=8, etp=1, zero=1)
+    apart = [fullest(model, layout, quantized_parameters=one).weights for one in (False, True)]
+    assert apart[0] - apart[1] < 0.3 * 2 * model.block_parameters * model.layers
+    with_results, without = (fullest(model, layout, keeps_results=one).activations for one in (True, False))
+    results = model.layers * model.sequence * 4 * model.hidden * 2
+    assert with_results - without == pytest.approx(results, rel=0.05)

@@ -20,7 +20,7 @@ from myriad.model.generation_limits import cached_values
 from myriad.model.gpt import build_full
 from myriad.planner.memory.closed_form_memory import worst_stage_memory
 from myriad.planner.memory.generation_memory import generation_bytes
-from myriad.planner.memory.layer_memory import MicroBatchShard
+from myriad.planner.memory.micro_batch_shard import MicroBatchShard
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.workload import FrameworkProfile, Workload
 

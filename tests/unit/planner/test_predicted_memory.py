@@ -10,8 +10,9 @@ from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
-from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes, layer_elements
+from myriad.planner.memory.layer_memory import layer_bytes, layer_elements
 from myriad.planner.memory.memory_bound import least_bytes
+from myriad.planner.memory.micro_batch_shard import MicroBatchShard
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import layout_memory

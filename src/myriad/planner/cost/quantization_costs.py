@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from myriad.planner.cost.operator_costs import Number
+from myriad.planner.workload import FrameworkProfile
 
 __all__ = [
     "Gathered",
@@ -37,6 +38,7 @@ __all__ = [
     "QuantizationTraffic",
     "float8_traffic",
     "form_bytes",
+    "kept_form_bytes",
     "library_traffic",
     "operand_bytes",
 ]
@@ -75,6 +77,13 @@ class QuantizationTraffic(NamedTuple):
 def form_bytes(quantization: Quantization) -> float:
     """Return the bytes of a value in one form, as ranks keep and gather it, without float8's few scales."""
     return _FORM_BYTES["nvfp4" if quantization == "nvfp4" else "tensor"]
+
+
+def kept_form_bytes(profile: FrameworkProfile) -> float:
+    """Return the bytes that a parameter's converted forms take beside its compute type from one micro-batch
+    to the next; 0: it is converted for each, or kept in no other type."""
+    keeps = profile.keeps_quantized and not profile.cuda_graphs and not profile.memory.quantized_parameters
+    return 2 * form_bytes(profile.quantization) if profile.quantization and keeps else 0.0
 
 
 def operand_bytes(kind: str, value_bytes: int, num_forms: int, *, searched: bool) -> float:

@@ -25,10 +25,11 @@ import numpy.typing as npt
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.operator_costs import Number
-from myriad.planner.cost.quantization_costs import form_bytes
+from myriad.planner.cost.quantization_costs import kept_form_bytes
 from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.memory.generation_memory import GenerationBytes, generation_bytes, whole_model
-from myriad.planner.memory.layer_memory import MicroBatchShard, is_myriad
+from myriad.planner.memory.layer_memory import is_myriad
+from myriad.planner.memory.micro_batch_shard import MicroBatchShard
 from myriad.planner.memory.rank_layers import LayerMemory, layer_memory
 from myriad.planner.workload import FrameworkProfile
 
@@ -396,9 +397,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number, Number]:
         values = np.where(zero == 3, b * (part + held), values)
         bucket = where.profile.gradient_bytes * (2 * keys.bucket_elements + largest)
         sums = np.where(zero == 3, bucket + (where.profile.gradient_bytes + 4) * part, sums)
-    keeps = where.profile.keeps_quantized and not where.profile.cuda_graphs
-    both = 2 * form_bytes(where.profile.quantization) if where.profile.quantization else 0.0
-    forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), both, 0.0)
+    forms = np.where((where.num_micro_batches > 1) & (zero < 3), kept_form_bytes(where.profile), 0.0)
     weights = values + master + forms * where.blocks * block
     sums = sums + where.profile.memory.gradient_copy_bytes * np.where(dp > 1, elements, 0.0)
     return weights, sums, kept, _moments(where, part, ends - _ends(where, 0.0, layers.head_experts))
@@ -443,8 +442,8 @@ def _buffers(where: _Layouts) -> Number:
     gradient arrives, and gradients until the iteration ends. Other frameworks hold one in each direction."""
     v, m = where.virtual_stages, where.num_micro_batches
     forwards, backwards = (v - 1, v) if where.last else (v, v - 1)
-    sent = where.in_flight * forwards + m * backwards if is_myriad(where.profile) else 2.0
-    posted = np.minimum(_AHEAD, m)
     memory, message = where.profile.memory, where.layers.message
+    keeps = is_myriad(where.profile) and not memory.frees_sent
+    sent, posted = where.in_flight * forwards + m * backwards if keeps else 2.0, np.minimum(_AHEAD, m)
     stay = memory.workspace_bytes + np.where(where.tp > 1, memory.gather_buffers * message * where.tp, 0.0)
     return np.where(where.pp > 1, (sent + posted) * message, 0.0) + stay

@@ -48,6 +48,15 @@ class FrameworkMemory:
     """Bytes of each parameter in the gradient buffer, to which micro-batches add."""
     gradient_copy_bytes: int = 0
     """Bytes of each parameter in gradient buckets that stay beside the float32 buffer, with replicas."""
+    keeps_results: bool = True
+    """Whether results of experts are kept for the gradients of their gates; False: gates multiply the
+    activation, before the product down."""
+    quantized_parameters: bool = False
+    """Whether parameters of products in float8 or NVFP4 are kept in that format alone, in both forms, instead
+    of the compute type: two bytes in float8."""
+    frees_sent: bool = False
+    """Whether a message to another stage is freed once it is sent, instead of when an answer proves that it
+    arrived."""
     backward_gradient_bytes: int = 0
     """Bytes of each parameter's gradient that a backward leaves until its end; 0: it is added at once."""
     copies_gathered: bool = False

@@ -22,7 +22,8 @@ from myriad.model.config import ModelConfig
 from myriad.model.generation_limits import MOST_NEXT_SCORES, SCORES_OF_HEAD, cached_values
 from myriad.planner.cost.operator_costs import Number
 from myriad.planner.cost.stage_layers import first_alike
-from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes, of_each_degree
+from myriad.planner.memory.layer_memory import layer_bytes
+from myriad.planner.memory.micro_batch_shard import MicroBatchShard, of_each_degree
 from myriad.planner.workload import FrameworkProfile
 
 __all__ = ["GenerationBytes", "generation_bytes", "whole_model"]

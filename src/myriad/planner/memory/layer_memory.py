@@ -29,18 +29,25 @@ from myriad.kernels.ring_plan import received_positions
 from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.operator_costs import Number
-from myriad.planner.memory.framework_memory import BlockValues
+from myriad.planner.memory.framework_layers import kept_of_values, published_kept, saved_of_experts
+from myriad.planner.memory.micro_batch_shard import (
+    MicroBatchShard,
+    inner_width,
+    key_width,
+    mlp_ranks,
+    mlp_tokens,
+    of_each_degree,
+    ordered_tokens,
+)
 from myriad.planner.workload import FrameworkProfile, Recompute
 
 __all__ = [
     "RECOMPUTE",
     "LayerBytes",
-    "MicroBatchShard",
     "is_myriad",
     "layer_bytes",
     "layer_elements",
     "message_bytes",
-    "of_each_degree",
     "product_inputs",
     "softmax_block",
 ]
@@ -53,47 +60,6 @@ _LOGITS, _LOGITS_ON_CPU = 2**30, 2**24
 """Bytes of logits that exist at a time (`myriad.kernels.cross_entropy`)."""
 _FEWEST_TOKENS = 512
 _GPU_TILE_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class MicroBatchShard:
-    """One rank's share of a micro-batch; numbers or arrays."""
-
-    tp: Number
-    micro_batch: Number
-    value_bytes: int
-    on_cpu: bool = False
-    ep: int = 1
-    """Ranks that share the experts of a block."""
-    etp: int | None = None
-    """Tensor-parallel ranks that share the width of each expert; ``None``: all of them."""
-    expert_load: float = 1.0
-    """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
-    context: tuple[int, int] = (1, 1)
-    """Ranks, or rows of ranks, of a ring that shares sequences, and ranks of a row. A model has as many
-    positions as one of them."""
-
-    def tokens(self, model: ModelConfig) -> Number:
-        return self.micro_batch * model.sequence
-
-    @property
-    def expert_tp(self) -> Number:
-        """Tensor-parallel ranks that share the width of each expert."""
-        return self.tp if self.etp is None else float(self.etp)
-
-    @property
-    def etp_groups(self) -> Number:
-        """Groups of tensor-parallel ranks of which each shares the width of experts."""
-        return self.tp / self.expert_tp
-
-    @property
-    def folds_experts(self) -> bool:
-        """Whether experts lie on other ranks than the other parameters of their block."""
-        return self.ep > 1 or bool(np.any(np.asarray(self.etp_groups) > 1))
-
-    def routed_tokens(self, model: ModelConfig) -> Number:
-        """Return the tokens that the rank routes to experts: those of its group's part of the sequence."""
-        return self.tokens(model) / self.etp_groups
 
 
 @dataclass(frozen=True)
@@ -140,12 +106,22 @@ def layer_bytes(
         recompute = "none"  # A flash kernel's scores are not there to be freed.
     if recompute == "full":
         return _again(model, profile, kind, layer, part)
+    if recompute == "selective" and profile.selective_blocks is not None and kind == "block":
+        none = layer_bytes(model, profile, kind, layer, part, "none")
+        return _on_average(none, _again(model, profile, kind, layer, part), profile.selective_blocks)
     if kind == "embedding":
         return _embedding_held(model, profile, part)
     if kind == "head":
         return _head_held(model, profile, part, recompute)
     kept = _block_kept(model, profile, layer, part, recompute)
     return LayerBytes(kept, *_block_passing(model.of_block(layer), profile, part, recompute))
+
+
+def _on_average(none: LayerBytes, full: LayerBytes, share: float) -> LayerBytes:
+    """Return the bytes of blocks of which a share keeps only its input: the mean of what they keep, and the
+    larger temporary bytes."""
+    kept = (1 - share) * none.kept + share * full.kept
+    return LayerBytes(kept, np.maximum(none.forward, full.forward), np.maximum(none.backward, full.backward))
 
 
 def _again(
@@ -159,9 +135,9 @@ def _again(
     if kind == "block":
         ups, block = model.up_matrices, model.of_block(layer)
         value = part.value_bytes
-        entering = _mlp_tokens(block, part)
-        inner = part.tokens(model) * (ups + 1) * _inner_width(block, part) / part.tp
-        forward = value * (2 * model.hidden * entering + inner) + _ordered_tokens(block, part) * 2 * value
+        entering = mlp_tokens(block, part)
+        inner = part.tokens(model) * (ups + 1) * inner_width(block, part) / part.tp
+        forward = value * (2 * model.hidden * entering + inner) + ordered_tokens(block, part) * 2 * value
         forward = np.maximum(forward, value * 2 * model.hidden * part.tokens(model))  # of attention
     return LayerBytes(kept, forward, none.kept - kept + none.backward)
 
@@ -172,27 +148,17 @@ def _block_kept(
     values = profile.memory.block_values
     plain = model.latent is None and model.of_block(layer).experts is None
     if values is not None and recompute == "none" and plain:
-        return _kept_values(model, profile, values, layer, part)
+        return kept_of_values(model, profile, values, layer, part)
     if not is_myriad(profile):
-        return _published_kept(model, profile, layer, part, recompute)
+        return published_kept(model, profile, layer, part, recompute)
+    block, apart = model.of_block(layer), replace(part, etp=1)
     if profile.gathers_arrived and part.ep > 1:
         # Of the copies of a rank's own part only the inputs of experts are gathered.
-        own = _ours_kept(model, "block", layer, replace(part, etp=1), recompute)
-        copies = part.expert_load * _ordered_tokens(model.of_block(layer), part) * part.value_bytes
-        return own + copies * (1 - 1 / part.expert_tp)
-    return _ours_kept(model, "block", layer, part, recompute)
-
-
-def _kept_values(
-    model: ModelConfig, profile: FrameworkProfile, values: BlockValues, layer: int, part: MicroBatchShard
-) -> Number:
-    """Return the kept bytes of a block of which the values are listed."""
-    tokens, block = part.tokens(model), model.of_block(layer)
-    own = tokens / (part.tp if profile.sequence_parallel else 1.0)
-    heads = 2 * model.heads * model.head_width + 2 * _key_width(model, part.tp)
-    cut = values.attention * heads + (model.up_matrices + values.inner) * _inner_width(block, part)
-    whole = model.hidden * (values.stream * own + values.gathered * tokens)
-    return part.value_bytes * (whole + tokens * cut / part.tp)
+        own = _ours_kept(model, "block", layer, apart, recompute)
+        copies = part.expert_load * ordered_tokens(block, part) * part.value_bytes
+        return own + copies * (1 - 1 / part.expert_tp) - saved_of_experts(block, profile, apart, recompute)
+    own = _ours_kept(model, "block", layer, part, recompute)
+    return own - saved_of_experts(block, profile, part, recompute)
 
 
 def _ours_kept(
@@ -221,37 +187,6 @@ def _ours_kept(
     return tokens * each(per_token) + each(kept_bytes_per_micro_batch)
 
 
-def of_each_degree(tp: Number, function: Callable[[int], float]) -> Number:
-    """Return a function of the tensor-parallel degree for one degree or an array of them."""
-    if np.ndim(tp) == 0:
-        return float(function(int(tp)))
-    return np.array([float(function(int(one))) for one in np.ravel(tp)]).reshape(np.shape(tp))
-
-
-def _published_kept(
-    model: ModelConfig, profile: FrameworkProfile, layer: int, part: MicroBatchShard, recompute: Recompute
-) -> Number:
-    """Return the kept bytes of another framework's block. Elements are sharded among ranks, or whole without
-    sequence parallelism."""
-    value, tokens, hidden = part.value_bytes, part.tokens(model), model.hidden
-    apart = tokens / (part.tp if profile.sequence_parallel else 1.0)
-    if recompute == "full":
-        return value * apart * hidden
-    # Norm inputs, product inputs, and dropout masks of one byte.
-    stream = apart * hidden * (value * (model.num_branch_norms + model.num_gathers) + model.num_scatters)
-    ups = model.up_matrices
-    queries, keys = model.heads * model.head_width, _key_width(model, part.tp)
-    latent = 0 if model.latent is None else model.latent.down_rows + model.latent.normed
-    active = model.of_block(layer).active_width
-    inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * active)
-    inner = inner + tokens * value * latent
-    if profile.attention != "plain" or recompute == "selective":
-        return stream + inner
-    # Softmax outputs before and after dropout, and a mask of one byte.
-    scores = part.micro_batch * model.sequence**2 * model.heads / part.tp
-    return stream + inner + scores * (2 * value + 1)
-
-
 def _block_passing(
     model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
 ) -> tuple[Number, Number]:
@@ -261,19 +196,19 @@ def _block_passing(
     value, tokens = part.value_bytes, part.tokens(model)
     stream = message_bytes(model, profile, part)
     whole = value * tokens * model.hidden
-    inner = value * tokens * _inner_width(model, part) / part.tp
+    inner = value * tokens * inner_width(model, part) / part.tp
     ups = model.up_matrices
     apart = profile.memory.gather_buffers == 0
     gathered = np.where((np.asarray(part.tp) > 1) & apart, whole, 0.0)
-    of_mlp = _mlp_tokens(model, part) / tokens
+    of_mlp = mlp_tokens(model, part) / tokens
     again = inner if recompute == "selective" else 0.0
-    product = _product_bytes(model.hidden * model.mlp_width / _mlp_ranks(model, part), part)
+    product = _product_bytes(model.hidden * model.mlp_width / mlp_ranks(model, part), part)
     at_down = inner + again + product
     at_activation = inner * (ups + (1 if ups == 2 else 0)) + again
     entering = np.where(of_mlp * np.asarray(part.tp) > 1.5, of_mlp * gathered, 0.0)
     backward = stream + entering + np.maximum(at_down, at_activation)
     # Results of experts in the order of tokens, times their gates in float32; and their gradients.
-    ordered = _ordered_tokens(model, part)
+    ordered = ordered_tokens(model, part)
     forward = entering + ordered * (value + 4) + np.maximum(of_mlp * whole, stream)
     forward = np.maximum(forward, whole + gathered)  # of attention
     backward = backward + ordered * (2 * value + 4)
@@ -285,7 +220,7 @@ def _block_passing(
         # On the way: keys and values in two buffers, and in the backward their float32 sums in two, or three
         # around a longer ring, beside the rank's own, and the float32 output or gradient of queries.
         width = model.heads * model.head_width
-        own = tokens * 2 * _key_width(model, part.tp) / part.tp
+        own = tokens * 2 * key_width(model, part.tp) / part.tp
         travelling = own * _largest_message(model, part)
         wide = 4.0 * tokens * width / part.tp
         forward = np.maximum(forward, 2 * value * travelling + wide)
@@ -304,32 +239,6 @@ def _largest_message(model: ModelConfig, part: MicroBatchShard) -> float:
     windows = {model.layer_window(layer) for layer in range(model.layers)}
     received = (received_positions(sequence, window, ring) for window in windows)
     return max(1.0 if one is None else one * ring / sequence for one in received)
-
-
-def _ordered_tokens(model: ModelConfig, part: MicroBatchShard) -> Number:
-    """Return the number of values of the tokens that a block orders by expert, one copy for each expert of a
-    token."""
-    copies = model.experts_per_token if model.experts else 0
-    return part.routed_tokens(model) * model.hidden * copies
-
-
-def _inner_width(model: ModelConfig, part: MicroBatchShard) -> float:
-    """Return the inner width of a block's MLPs that compute a token, by the tokens of the busiest rank."""
-    routed = 0 if model.experts is None else model.experts_per_token * model.expert_width
-    return model.active_width + (part.expert_load - 1) * routed
-
-
-def _mlp_tokens(model: ModelConfig, part: MicroBatchShard) -> Number:
-    """Return the tokens that enter a block's MLP on a rank: all of them, also for shared experts, or those
-    that it routes."""
-    if model.experts is None or model.shared_experts:
-        return part.tokens(model)
-    return part.routed_tokens(model)
-
-
-def _mlp_ranks(model: ModelConfig, part: MicroBatchShard) -> Number:
-    """Return the tensor-parallel ranks that share a block's MLP, or each of its routed experts."""
-    return part.tp if model.experts is None else part.expert_tp
 
 
 def _product_bytes(elements: Number, part: MicroBatchShard) -> Number:
@@ -389,8 +298,8 @@ def product_inputs(model: ModelConfig, layer: int, part: MicroBatchShard) -> Num
     model = model.of_block(layer)
     tokens = part.tokens(model) * part.value_bytes
     ups = model.up_matrices
-    width, keys = model.heads * model.head_width, _key_width(model, part.tp)
-    inner = (ups + 1) * _inner_width(model, part)
+    width, keys = model.heads * model.head_width, key_width(model, part.tp)
+    inner = (ups + 1) * inner_width(model, part)
     cut = 2 * width + 2 * keys + inner
     whole: Number = (model.num_gathers + model.num_scatters) * model.hidden
     if model.experts is not None:  # copies of tokens and the gradients of their results
@@ -406,11 +315,6 @@ def product_inputs(model: ModelConfig, layer: int, part: MicroBatchShard) -> Num
         whole = whole + latent.down_rows + latent.normed
         cut = model.heads * (latent.head + latent.plain + 2 * latent.value) + inner
     return tokens * (whole + cut / part.tp)
-
-
-def _key_width(model: ModelConfig, tp: Number) -> Number:
-    """Return the width of keys on all tensor-parallel ranks, copies included."""
-    return model.num_kv_heads * model.head_width * of_each_degree(tp, model.kv_copies)
 
 
 def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number, layer: int = 0) -> Number:

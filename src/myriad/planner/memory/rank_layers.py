@@ -19,13 +19,12 @@ from myriad.planner.cost.operator_costs import Number
 from myriad.planner.cost.stage_layers import first_alike, routed_elements
 from myriad.planner.memory.layer_memory import (
     RECOMPUTE,
-    MicroBatchShard,
     layer_bytes,
     layer_elements,
     message_bytes,
-    of_each_degree,
     product_inputs,
 )
+from myriad.planner.memory.micro_batch_shard import MicroBatchShard, of_each_degree
 from myriad.planner.workload import FrameworkProfile, Recompute
 
 __all__ = ["LayerMemory", "layer_memory"]

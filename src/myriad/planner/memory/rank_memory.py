@@ -403,7 +403,7 @@ class _MemoryWalk:
         if self.captured is not None and key[0] is Payload.ACTIVATION:
             return  # The message is sent from the buffer in which it was computed.
         owners = self.program.stage_rank
-        if owners[user] != owners[key[1]]:
+        if owners[user] != owners[key[1]] and not self.workload.profile.memory.frees_sent:
             self.now.leaving.put(key, self.model.message)
 
     # Activations.

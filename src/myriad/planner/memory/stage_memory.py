@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from myriad.model.activation_memory import LayerKind
-from myriad.planner.cost.quantization_costs import form_bytes
+from myriad.planner.cost.quantization_costs import kept_form_bytes
 from myriad.planner.cost.stage_layers import first_alike, routed_elements
 from myriad.planner.memory.generation_memory import generation_bytes
 from myriad.planner.memory.layer_memory import (
-    MicroBatchShard,
     layer_bytes,
     layer_elements,
     message_bytes,
     product_inputs,
 )
+from myriad.planner.memory.micro_batch_shard import MicroBatchShard
 from myriad.planner.workload import Recompute, Workload
 from myriad.program.actions import Action
 from myriad.program.in_flight import InFlight
@@ -202,11 +202,17 @@ class StageMemory:
     def quantized_forms(self, stage: int) -> float:
         """Return the bytes of a stage's weights in float8 or NVFP4 that are kept from one micro-batch to the
         next; 0: they are converted for each."""
-        quantization = self.workload.profile.quantization
-        if quantization is None or self.workload.quantized_kept_over == 1:
+        model, layout = self.workload.model, self.workload.layout
+        if self.workload.quantized_kept_over == 1:
             return 0.0
-        elements = sum(self._elements(layer) for layer in self.layers[stage] if self.kind(layer) == "block")
-        return 2.0 * form_bytes(quantization) * elements
+        elements = 0.0
+        for layer in self.layers[stage]:
+            if self.kind(layer) == "block":
+                elements += self._elements(layer)
+                if layout.folds_experts:
+                    elements -= routed_elements(model, layer, layout.tp)
+                    elements += routed_elements(model, layer, layout.expert_tp) / layout.ep
+        return kept_form_bytes(self.workload.profile) * elements
 
     def products(self, stage: int) -> float:
         """Return the bytes of one micro-batch that are kept from the first half of a backward to the
