@@ -155,7 +155,7 @@ def nanotron_model(model: ModelConfig) -> dict[str, Any]:
     for key, value in wanted.items():
         if value != got[key]:
             raise BadInputError(
-                KEY, f"model.{key} = {value}", f"only {got[key]}: nanotron has no model with others"
+                KEY, f"model.{key} = {value}", f"only {_shown(got[key])}: nanotron has no model with others"
             )
     return {
         "is_qwen2_config" if has_bias else "is_llama_config": True,
@@ -176,3 +176,8 @@ def nanotron_model(model: ModelConfig) -> dict[str, Any]:
         "z_loss_enabled": model.z_loss > 0,
         "z_loss_coefficient": model.z_loss,
     }
+
+
+def _shown(value: object) -> object:
+    """Return a key's value as job files say it."""
+    return "off" if value is None else value
