@@ -161,7 +161,7 @@ class Engine(ForwardEngine):
         for training, numbers in shares.items():
             check_on_device(self._device, replace(self._device_job, shares=tuple(numbers)))
             program = self._build_program(numbers, numbers[replica], training=training)
-            self.programs[training], self._plans[training] = program, self._plan_of(program)
+            self.programs[training], self._plans[training] = program, self._runtime.plan_of(program)
         self._optimizer_step.statistics.change_shares(shares[True])
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
         self._runtime.change_shapes(

@@ -48,7 +48,6 @@ from myriad.program.build import build_program, count_chunks
 from myriad.program.checker import exchange_order
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
-from myriad.program.in_flight import RankProgram
 from myriad.program.partition import cut_ranges
 from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.spans import Recorder
@@ -169,9 +168,6 @@ class ForwardEngine:
             orthogonalizes=job.orthogonalizes,
         )
 
-    def _plan_of(self, program: Program) -> RankProgram:
-        return self._runtime.plan_of(program.ranks[self.groups.grid.index("pp")])
-
     def _build_model(self, needs: TrainingNeeds | None) -> None:
         definition, own = self._definition, self.groups.grid.index("pp")
         runs = [one.ranks[own] for one in self.programs.values()]
@@ -208,7 +204,9 @@ class ForwardEngine:
             stream_is_sharded=definition.sequence_parallel,
             loss_shape=shape_of_loss(definition, self.boundary, self._own_positions(sample)),
         )
-        self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
+        self._plans = {
+            training: self._runtime.plan_of(program) for training, program in self.programs.items()
+        }
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
 
     def _check_order(self) -> None:

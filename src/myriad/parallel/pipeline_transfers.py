@@ -5,8 +5,8 @@
     exchange         EXCHANGE: post every receive, then every send, then wait for all of them
     await_sends      after the last action
 
-A tensor is named by its payload, the stage that computed it, and its micro-batch. No action waits for a
-posted send: a gradient that arrives proves that the peer has received the matching activation.
+No action waits for a posted send: a later message from the same peer proves that it has completed
+(`myriad.program.proved_sends`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -19,12 +19,11 @@ from myriad.comm.channel import Channel, PendingTransfer
 from myriad.comm.groups import Groups
 from myriad.program.actions import Action, Kind, Payload, PipelineTransfer
 from myriad.program.in_flight import BACKWARDS, FORWARDS
+from myriad.program.proved_sends import Message, ProvedSends, message_of
 from myriad.telemetry.progress.operation_counters import Operation, counter_of_message, messages
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["IdleWork", "PipelineTransfers", "TransferTables", "operation_of"]
-
-_Key = tuple[Payload, int, int]
 
 
 class IdleWork(Protocol):
@@ -39,11 +38,13 @@ class IdleWork(Protocol):
 class TransferTables:
     """The tensors of one run of a program that come from, or go to, other stages."""
 
-    inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
+    proved_sends: ProvedSends = field(default_factory=dict)
+    """Sends that are complete when a message has arrived, by that message."""
+    inbox: dict[Message, torch.Tensor] = field(default_factory=dict)
     """Activations and gradients that arrived, or that a neighbouring stage on this rank computed."""
-    posted: dict[_Key, PendingTransfer] = field(default_factory=dict)
-    """Receives that were posted and not waited for, by stage and micro-batch."""
-    sent: dict[_Key, PendingTransfer] = field(default_factory=dict)
+    posted: dict[Message, PendingTransfer] = field(default_factory=dict)
+    """Receives that were posted and not waited for."""
+    sent: dict[Message, PendingTransfer] = field(default_factory=dict)
     """Sends whose completion no later message has proved yet."""
 
 
@@ -89,10 +90,10 @@ class PipelineTransfers:
         """Return how the messages of an action are counted; ``None``: not for this action."""
         return operation_of(action, *self._pipeline_position)
 
-    def blank(self, actions: Sequence[Action]) -> dict[_Key, torch.Tensor]:
+    def blank(self, actions: Sequence[Action]) -> dict[Message, torch.Tensor]:
         """Return zeros for the input of each forward and backward that would come from another rank."""
         mine = {action.stage for action in actions if action.kind in FORWARDS}
-        blank: dict[_Key, torch.Tensor] = {}
+        blank: dict[Message, torch.Tensor] = {}
         for action in actions:
             forward = action.kind in FORWARDS
             if not forward and action.kind not in BACKWARDS:
@@ -123,23 +124,22 @@ class PipelineTransfers:
         """Start sends and receives, and wait for none."""
         for transfer in transfers:
             if transfer.sends:
-                tables.sent[_key(transfer)] = self._send(transfer, tables)
+                tables.sent[message_of(transfer)] = self._send(transfer, tables)
             else:
                 self._receive(transfer, tables)
 
     def await_receives(
         self, transfers: Sequence[PipelineTransfer], tables: TransferTables, *, fills_waits: bool
     ) -> None:
-        """Complete receives. A received gradient proves that the peer has received the matching activation,
-        so the send of that activation is completed too."""
+        """Complete receives, and drop the sends that they prove to be complete."""
         for transfer in transfers:
-            key = _key(transfer)
+            key = message_of(transfer)
             posted = tables.posted.pop(key)
             fills = self.idle is not None and fills_waits
             tables.inbox[key] = self.idle.wait(key, posted.wait) if fills and self.idle else posted.wait()
-            answered = (Payload.ACTIVATION, transfer.stage - 1, transfer.micro_batch)
-            if transfer.payload is Payload.GRADIENT and answered in tables.sent:
-                tables.sent.pop(answered).wait()
+            for sent in tables.proved_sends.get(key, ()):
+                if sent in tables.sent:
+                    tables.sent.pop(sent).wait()
 
     def await_sends(self, actions: Sequence[Action], tables: TransferTables) -> None:
         """Wait for the sends of ``actions`` whose completion no later message has proved. In training they
@@ -157,7 +157,7 @@ class PipelineTransfers:
         return transfer.micro_batch * self._num_stages + transfer.stage
 
     def _send(self, transfer: PipelineTransfer, tables: TransferTables) -> PendingTransfer:
-        tensor = tables.inbox.pop(_key(transfer))
+        tensor = tables.inbox.pop(message_of(transfer))
         return self.channels[transfer.payload].send(tensor, transfer.peer, self._tag(transfer))
 
     def _receive(self, transfer: PipelineTransfer, tables: TransferTables) -> None:
@@ -165,7 +165,7 @@ class PipelineTransfers:
         shape, dtype = self.shapes[made_after]
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         received = self.channels[transfer.payload].receive(tensor, transfer.peer, self._tag(transfer))
-        tables.posted[_key(transfer)] = received
+        tables.posted[message_of(transfer)] = received
 
 
 def operation_of(action: Action, rank: int, length: int) -> Operation | None:
@@ -181,7 +181,3 @@ def _counter(transfer: PipelineTransfer, rank: int, length: int) -> int:
     sends = transfer.sends
     up = (transfer.peer - rank if sends else rank - transfer.peer) % length == 1
     return counter_of_message(transfer.payload, up=up, sends=sends)
-
-
-def _key(transfer: PipelineTransfer) -> _Key:
-    return transfer.payload, transfer.stage, transfer.micro_batch

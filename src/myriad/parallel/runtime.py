@@ -19,7 +19,7 @@ from myriad.parallel.compute import Backward, EagerCompute, StageCompute
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
 from myriad.parallel.iteration import Finisher, Iteration
 from myriad.parallel.paired_forward import PairedForward, PairedSteps
-from myriad.parallel.pipeline_transfers import PipelineTransfers
+from myriad.parallel.pipeline_transfers import PipelineTransfers, TransferTables
 from myriad.parallel.rank_model import RankModel, Stage
 from myriad.program.actions import (
     COPIES_ACTIVATIONS,
@@ -29,9 +29,12 @@ from myriad.program.actions import (
     Action,
     Kind,
     Payload,
+    Program,
     chunk_of,
 )
 from myriad.program.in_flight import InFlight, RankProgram
+from myriad.program.proved_sends import proved_sends
+from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Runtime"]
@@ -60,6 +63,7 @@ class Runtime:
         self._model, self._num_stages, self._micro_batch = model, len(stage_rank), micro_batch
         self._device, self._seed, self._recorder, self._loss_shape = device, seed, recorder, loss_shape
         self._peers, self._boundary = boundary.context, boundary
+        self._pipeline_rank = groups.grid.index("pp")
         layers = {index: list(stage.layers.values()) for index, stage in model.stages.items()}
         pending = {index: [chunk.pending for chunk in stage.chunks] for index, stage in model.stages.items()}
         sinks = {
@@ -109,9 +113,14 @@ class Runtime:
             Kind.STEP: self._step,
         }
 
-    def plan_of(self, actions: Sequence[Action]) -> RankProgram:
-        """Return what `run` executes, for a list of actions of this rank."""
-        return RankProgram.of(actions, self._model.tied_stages)
+    def plan_of(self, program: Program) -> RankProgram:
+        """Return what `run` executes of a program on this rank."""
+        rank = self._pipeline_rank
+        return RankProgram.of(program.ranks[rank], self._model.tied_stages, proved_sends(program, rank))
+
+    def warm_up_plan_of(self, program: Program) -> RankProgram:
+        """Return what `run` executes ``alone`` of a program on this rank: one micro-batch."""
+        return RankProgram.of(warm_up_actions(program, self._pipeline_rank), self._model.tied_stages)
 
     def run(
         self,
@@ -128,7 +137,9 @@ class Runtime:
         ``load`` is called at LOAD. Without a ``finisher`` no gradients are computed. ``alone``: the plan
         receives no messages; zeros replace the tensors that other ranks would send.
         """
-        now = Iteration(plan, load, finisher, loss_scale, torch.zeros(self._loss_shape, device=self._device))
+        loss_sum = torch.zeros(self._loss_shape, device=self._device)
+        tables = TransferTables(plan.proved_sends)
+        now = Iteration(plan, load, finisher, loss_scale, loss_sum, tensors=tables)
         if alone:
             now.tensors.inbox |= self.transfers.blank(plan.actions)
         self.outputs.clear()

@@ -19,7 +19,6 @@ from myriad.parallel.recompute import RandomState
 from myriad.parallel.runtime import Runtime
 from myriad.program.actions import Program
 from myriad.program.in_flight import RankProgram
-from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["TrialSteps"]
@@ -45,10 +44,9 @@ class TrialSteps:
     ) -> None:
         """Compute ``sample``, one micro-batch, for each flag (training or validation), without a message to
         another stage. Where gradients are reduced, all ranks reduce them."""
-        own = self._groups.grid.index("pp")
         with torch.random.fork_rng(self._cuda_devices), self._recorder.evaluating():
             for training in trainings:
-                plan = self._runtime.plan_of(warm_up_actions(programs[training], own))
+                plan = self._runtime.warm_up_plan_of(programs[training])
                 self._optimizer_step.begin(sample.targets.numel(), skip=True)
                 finisher = self._optimizer_step if training else None
                 self._runtime.run(plan, lambda: sample, finisher, alone=True)
@@ -88,7 +86,7 @@ class TrialSteps:
     ) -> str:
         """Capture, and return how the results differ from eager execution; empty if they are equal."""
         # a plan of its own, so that its spans are not those of a step
-        plan = self._runtime.plan_of(programs[True].ranks[self._groups.grid.index("pp")])
+        plan = self._runtime.plan_of(programs[True])
         before = RandomState.of(self._device)
         with capturer.warming():
             expected = self._try(plan, load, num_targets)

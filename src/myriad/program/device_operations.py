@@ -3,7 +3,7 @@
     action           operations: stream (the operations its stream waits for)
     forward(1.0)     compute
     send(a1.0->1)    activation up 0-1 (all compute issued so far)
-    receive(..)      gradient 0-1, likewise;  wait(..): compute (that receive, and the send that it answers)
+    receive(..)      gradient 0-1, likewise;  wait(..): compute (that receive, and the sends that it proves)
     start_reduce(1)  courier (compute), dp level 0 (courier), courier (that)
     await_reduce(1)  compute (courier)
     start_across(1)  the same on streams of its own, after the reduction
@@ -30,11 +30,11 @@ from myriad.program.actions import (
     Copy,
     Kind,
     Lowering,
-    Payload,
     PipelineTransfer,
     Program,
     Resource,
 )
+from myriad.program.proved_sends import Message, ProvedSends, message_of, proved_sends
 
 __all__ = ["COMPUTE_STREAM", "DeviceOperation", "StreamUse", "list_operations", "streams_of"]
 
@@ -127,6 +127,7 @@ class _Writer:
 
     program: Program
     lowering: Lowering
+    proved_sends: ProvedSends
     stages: list[int]
     action: Action
     iteration: int
@@ -140,7 +141,7 @@ class _Writer:
         self.newest: dict[str, int] = {}
         """Newest operation of each stream."""
         self.posted: dict[PipelineTransfer, int] = {}
-        self.sent: dict[tuple[Payload, int, int], int] = {}
+        self.sent: dict[Message, int] = {}
         self.in_flight: dict[tuple[Collective, int], int] = {}
         """Newest operation of each collective that is not waited for yet."""
         self.copies: dict[tuple[Copy, int, int], int] = {}
@@ -158,6 +159,7 @@ class _Writer:
         """Append the operations of one run of a program."""
         assert program.lowering is not None
         self.program, self.lowering, self.iteration = program, program.lowering, iteration
+        self.proved_sends = proved_sends(program, self.rank)
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == self.rank]
         for action in program.ranks[self.rank]:
             self.action = action
@@ -335,7 +337,7 @@ class _Writer:
             self._receive(one)
         numbers = {one: self._send(one) for one in sends}
         if not waits:
-            self.sent |= {(one.payload, one.stage, one.micro_batch): numbers[one] for one in sends}
+            self.sent |= {message_of(one): numbers[one] for one in sends}
             return
         for one in receives:
             self._arrive(one)
@@ -352,11 +354,10 @@ class _Writer:
         self.posted[transfer] = self._transfer(transfer)
 
     def _transfer(self, transfer: PipelineTransfer) -> int:
-        name = (transfer.payload, transfer.stage, transfer.micro_batch)
         stream = self._pair_stream(transfer)
         return self._give(
             stream,
-            meets=(self.replica, self.iteration, name),
+            meets=(self.replica, self.iteration, message_of(transfer)),
             connects=(self.replica, stream),
         )
 
@@ -367,12 +368,11 @@ class _Writer:
         return f"{transfer.payload}{way} {low}-{high}"
 
     def _arrive(self, transfer: PipelineTransfer) -> None:
-        """Append the wait for a receive. A gradient proves that the peer received the matching activation, so
-        its send is waited for too."""
+        """Append the wait for a receive, and those for the sends that it proves to be complete."""
         self.action = Action(Kind.WAIT, transfers=(transfer,))
         self._wait(self.posted.pop(transfer))
         if self.use.shares_transfers:
             self._wait(self._collective(f"{_TENSOR} transfers", (self.replica, self.rank), "gather"))
-        answered = (Payload.ACTIVATION, transfer.stage - 1, transfer.micro_batch)
-        if transfer.payload is Payload.GRADIENT and answered in self.sent:
-            self._wait(self.sent.pop(answered))
+        for message in self.proved_sends.get(message_of(transfer), ()):
+            if message in self.sent:
+                self._wait(self.sent.pop(message))

@@ -8,10 +8,12 @@ planner their memory."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from types import MappingProxyType
 
 from myriad.program.actions import COMPUTE, MAKES_WEIGHT_GRADIENT, Action, Kind, Resource, kinds_where
+from myriad.program.proved_sends import ProvedSends
 from myriad.program.static_buffers import tied_reduction
 
 __all__ = [
@@ -117,12 +119,16 @@ class RankProgram:
     """(stage, micro-batch) of forwards whose backward is the rank's next compute action."""
     offloaded: Collection[tuple[int, int]] = ()
     """(stage, micro-batch) of forwards whose activations are copied to host memory."""
+    proved_sends: ProvedSends = field(default_factory=dict)
+    """Sends that are complete when a message has arrived, by that message."""
 
     @staticmethod
-    def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "RankProgram":
+    def of(
+        actions: Sequence[Action], tied_stages: Collection[int], proved: ProvedSends = MappingProxyType({})
+    ) -> "RankProgram":
         """Build the plan. The tied chunk is reduced with the last reduction of the stages that hold it; both
-        indices are -1 if there is no tied chunk."""
+        indices are -1 if there is no tied chunk. ``proved``: from `myriad.program.proved_sends`."""
         starts, ends = tied_reduction(actions, tied_stages)
         copied = (action for action in actions if action.kind is Kind.START_OFFLOAD)
         offloaded = frozenset((action.stage, action.micro_batch) for action in copied)
-        return RankProgram(actions, starts, ends, next_is_backward(actions), offloaded)
+        return RankProgram(actions, starts, ends, next_is_backward(actions), offloaded, proved)

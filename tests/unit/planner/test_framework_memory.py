@@ -154,7 +154,7 @@ def test_a_library_keeps_parameters_and_inputs_in_float8() -> None:
 
 def test_messages_that_were_sent_are_freed() -> None:
     for batch in (64, 128):
-        assert fullest(batch=batch).buffers < 0.1 * fullest(batch=batch, frees_sent=False).buffers
+        assert fullest(batch=batch).buffers < 0.5 * fullest(batch=batch, frees_sent=False).buffers
 
 
 def test_recomputed_blocks_keep_their_input_alone() -> None:

@@ -225,6 +225,28 @@ def test_memory_of_ranks_follows_the_schedule() -> None:
     assert [float(one.logits) > 0 for one in ranks()] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "interleaved", "zero-bubble-v"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_messages_of_more_micro_batches_take_no_more_memory(schedule: Any, recompute: Recompute) -> None:
+    """A later message from the same rank shows that a gradient has arrived."""
+    virtual_stages = 1 if "1f1b" in schedule else 2
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual_stages, recompute=recompute)
+    few, many = (memory_of_ranks(Workload(GPT, layout, number)) for number in (24, 72))
+    tokens = 2 * 8 * (72 - 24) * GPT.sequence
+    for less, more in zip(few, many, strict=True):
+        assert float(more.buffers) - float(less.buffers) <= tokens < 2 * GPT.sequence * GPT.hidden
+
+
+def test_an_output_that_is_recomputed_goes_when_its_peer_has_it() -> None:
+    """Its backward keeps it otherwise, and a rank has one of each micro-batch in flight."""
+
+    def messages(recompute: Recompute) -> float:
+        work = Workload(GPT, Layout(pp=8, recompute=recompute), 32)
+        return float(memory_of_ranks(work)[0].buffers) / (2 * GPT.sequence * GPT.hidden)
+
+    assert messages("none") - messages("full") >= 6
+
+
 def test_gradients_of_early_updates_are_there_for_one_micro_batch_only_while_they_are_made() -> None:
     def gradients(num_micro_batches: int, *, early: bool) -> float:
         overlap = OverlapConfig(optimizer_in_backward=early)

@@ -46,7 +46,8 @@ __all__ = [
 _MOST_CHUNKS = 8
 """Largest number of chunks of a stage (`myriad.program.build`)."""
 _AHEAD = 2
-"""Chunks gathered ahead of the one in use with ZeRO 3, and receives posted ahead."""
+"""Chunks gathered ahead of the one in use with ZeRO 3, receives posted ahead, and sent gradients that are not
+known to have arrived (`rank_memory` has 1 to 3 at the peak)."""
 _WAITING_IN_V = 0.7
 """Largest share of the p micro-batches on rank 0 of zero-bubble-v that only wait for weight products."""
 _PROCESS = 164 * 2**20
@@ -54,7 +55,6 @@ _PROCESS = 164 * 2**20
 _STAYING, _COMING, _BESIDE = 0.01, 0.05, 0.2
 """Standard deviations, as shares: of persistent memory (formula and measurement agree within 0.5 %), of
 temporary memory, and of the margin (0.15 on a CPU)."""
-
 
 _APART = frozenset({"host", "outside"})
 """Fields of `PeakMemory` that are not parts of the total."""
@@ -438,12 +438,12 @@ def _own_grads(where: _Layouts) -> Number:
 
 
 def _buffers(where: _Layouts) -> Number:
-    """Return the bytes of messages between stages: receives posted ahead, activations sent until their
-    gradient arrives, and gradients until the iteration ends. Other frameworks hold one in each direction."""
+    """Return the bytes of messages between stages: receives posted ahead, activations until their backward,
+    and gradients until they have arrived. Other frameworks hold one in each direction."""
     v, m = where.virtual_stages, where.num_micro_batches
     forwards, backwards = (v - 1, v) if where.last else (v, v - 1)
     memory, message = where.profile.memory, where.layers.message
-    keeps = is_myriad(where.profile) and not memory.frees_sent
-    sent, posted = where.in_flight * forwards + m * backwards if keeps else 2.0, np.minimum(_AHEAD, m)
+    keeps, posted = is_myriad(where.profile) and not memory.frees_sent, np.minimum(_AHEAD, m)
+    sent = where.in_flight * forwards + np.where(backwards > 0, posted, 0.0) if keeps else 2.0
     stay = memory.workspace_bytes + np.where(where.tp > 1, memory.gather_buffers * message * where.tp, 0.0)
     return np.where(where.pp > 1, (sent + posted) * message, 0.0) + stay

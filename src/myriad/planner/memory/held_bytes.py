@@ -66,7 +66,8 @@ class HeldBytes:
 
     @property
     def by_purpose(self) -> tuple[float, ...]:
-        """The held bytes by purpose; those kept until the iteration's end come first."""
-        piles = (self.values, self.grad_buffers, self.kept, self.head_bytes, self.products, self.arriving)
+        """The held bytes by purpose."""
+        layers = self.values, self.grad_buffers, self.kept, self.head_bytes, self.products
+        messages = self.arriving, self.leaving
         rooms = sum(self.rooms) + sum(self.rooms_across) + self.own_grads.total
-        return self.leaving.total, *(pile.total for pile in piles), rooms
+        return *(pile.total for pile in (*layers, *messages)), rooms

@@ -12,8 +12,8 @@ result is the state with the largest total:
     FORWARD        to BACKWARD: what the layers keep; with a split backward to its second half: what the
                    products need
     RECEIVE        to the compute that uses it: a message
-    a sent message until its answer: an activation to its BACKWARD, a gradient to the iteration's end, or to
-                   its EXCHANGE's
+    a sent message to the WAIT that proves its arrival (`myriad.program.proved_sends`), or to its EXCHANGE's
+                   end; an output that its backward keeps (`StageMemory.keeps_output`) to that BACKWARD
     a compute      temporary bytes of its layers
     between steps  caches of generated texts, and what they need beside (`generation_memory`)
     with Muon      messages with matrices, between CLIP and UPDATE (`matrix_memory`)
@@ -28,7 +28,6 @@ of their own. Totals are updated at each change, so the run time is linear in th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from myriad.planner.cost.stage_layers import stage_layers
@@ -57,6 +56,7 @@ from myriad.program.actions import (
 from myriad.program.build import build_program, count_chunks
 from myriad.program.in_flight import next_is_backward
 from myriad.program.partition import cut_ranges
+from myriad.program.proved_sends import Message, message_of, proved_sends
 from myriad.program.static_buffers import BufferAssignment, assign_buffers, tied_reduction
 from myriad.program.warm_up import warm_up_actions
 
@@ -139,6 +139,7 @@ class _MemoryWalk:
         self.model, self.workload, self._zero = model, model.workload, model.workload.layout.zero
         self.buffer_bytes = self.workload.profile.memory.gradient_buffer_bytes
         self.program, self.rank, self.actions = program, rank, program.ranks[rank]
+        self.proved_sends = proved_sends(program, rank)
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.chunks = {stage: model.chunk(stage) for stage in self.stages}
         ends = {0, program.num_stages - 1}
@@ -187,19 +188,15 @@ class _MemoryWalk:
 
     def peak_repeating(self, steady: SteadyState) -> PeakMemory | None:
         """Return the peak of a program whose steady part is repeated until it has all micro-batches. ``None``
-        if the held bytes differ after a repetition. Only bytes kept until the iteration's end may grow; then
-        the peak is before the second repetition, or in the last one or later."""
+        if the held bytes differ after a repetition."""
         between = self._begin()
         second = steady.start + steady.length
         before, held = self._peak_of(0, second), self.now.by_purpose
         again = self._peak_of(second, second + steady.length)
-        grown = [now - then for now, then in zip(self.now.by_purpose, held, strict=True)]
-        if any(grown[1:]):
+        if self.now.by_purpose != held:
             return None
         rest = self._peak_of(second + steady.length, len(self.actions))
-        times = (self.workload.num_micro_batches - self.program.num_micro_batches) / steady.num_micro_batches
-        last = [self._with_more(one, grown[0] * times) for one in (again, rest)]
-        return max([before, *last, between], key=lambda memory: float(memory.total))
+        return max(before, again, rest, between, key=lambda memory: float(memory.total))
 
     def _peak_of(self, start: int, stop: int) -> PeakMemory:
         best, highest = None, -1.0
@@ -215,12 +212,6 @@ class _MemoryWalk:
                 self._after(index, action, does)
         assert best is not None, "every rank does something"
         return best
-
-    def _with_more(self, memory: PeakMemory, num_bytes: float) -> PeakMemory:
-        """Return the memory with larger buffers."""
-        buffers = memory.buffers + num_bytes
-        coming = float(memory.activations + memory.logits + buffers)
-        return replace(memory, buffers=buffers, margin=self.constant.margin(coming))
 
     def _begin(self) -> PeakMemory:
         """Add what persists across iterations. Return the memory between two, with generated texts."""
@@ -307,7 +298,7 @@ class _MemoryWalk:
             now.states.put(stage, sum(map(self.constant.state_of, self._updated_with(stage))))
         for transfer in action.transfers if does.posts else ():
             if not transfer.sends:
-                now.arriving.put((transfer.payload, transfer.stage, transfer.micro_batch), self.model.message)
+                now.arriving.put(message_of(transfer), self.model.message)
 
     def _allocate(self, stage: int, does: Semantics) -> None:
         """Add the parameters and the gradient buffer that an action of a stage allocates."""
@@ -351,10 +342,16 @@ class _MemoryWalk:
         elif does.updates and self._frees_grad_buffers:
             for key in self._updated_with(action.stage):
                 self.now.grad_buffers.drop(key)
-        elif does.posts and does.waits:
+        elif does.waits:
             for transfer in action.transfers:
-                if transfer.sends and transfer.payload is Payload.GRADIENT:
-                    self.now.leaving.drop((transfer.payload, transfer.stage, transfer.micro_batch))
+                message = message_of(transfer)
+                for sent in (message,) if transfer.sends else self.proved_sends.get(message, ()):
+                    self._end_send(sent)
+
+    def _end_send(self, sent: Message) -> None:
+        """Drop a sent message, unless it is an output that its backward keeps."""
+        if sent[0] is Payload.GRADIENT or not self.model.keeps_output(sent[1]):
+            self.now.leaving.drop(sent)
 
     def _release(self, stage: int) -> None:
         for key in self._chunks_of(stage):
@@ -398,8 +395,8 @@ class _MemoryWalk:
             for ended in self.stages:
                 self.now.own_grads.drop(ended)
 
-    def _leave(self, key: tuple[Payload, int, int], user: int) -> None:
-        """Keep an outgoing message to stage ``user`` until its answer arrives."""
+    def _leave(self, key: Message, user: int) -> None:
+        """Keep an outgoing message to stage ``user`` until its peer has it."""
         if self.captured is not None and key[0] is Payload.ACTIVATION:
             return  # The message is sent from the buffer in which it was computed.
         owners = self.program.stage_rank

@@ -124,6 +124,12 @@ class StageMemory:
             in_split_backward=max(in_halves, key=lambda moment: moment[0]),
         )
 
+    def keeps_output(self, stage: int) -> bool:
+        """Return whether a stage's backward keeps the output of the forward: the last layer is not
+        recomputed."""
+        num_layers, ratio = len(self.layers[stage]), self.workload.layout.recompute_ratio
+        return not self.full or num_recomputed(num_layers, ratio) < num_layers
+
     def generated(self, stages: Sequence[int]) -> float:
         """Return the bytes of the texts that a rank with these stages generates between iterations; 0: there
         are none."""
