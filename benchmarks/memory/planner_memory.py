@@ -1,6 +1,8 @@
 """Memory of real ranks at their highest moment against what the planner predicts, layout by layout.
 
-    python benchmarks/memory/planner_memory.py [WORLD ...]        default 1 2 4
+    python benchmarks/memory/planner_memory.py [WORLD ...] [KEY ...]        default 1 2 4
+
+Ranks of WORLD processes; with KEY, such as ``pp=``, only layouts with one of these keys.
 
 Measured is what tensors hold after every operator of a step (`live_bytes.py`), the second one; predicted is
 `myriad.planner.memory.rank_memory`, without the margin. Beside it stands by how much the process grew
@@ -93,6 +95,7 @@ CASES = (
     Case({"pp": 2}),
     Case({"pp": 2, "micro_batch": 2}, value_bytes=2),
     Case({"pp": 2, "virtual_stages": 2, "micro_batch": 2}, "llama"),
+    Case({"pp": 2, "virtual_stages": 2}, "gpt2", 24),
     Case({"pp": 2, "schedule": "gpipe"}, "gpt2", 8),
     Case({"pp": 2, "schedule": "zero-bubble"}),
     Case({"pp": 2, "virtual_stages": 2, "schedule": "zero-bubble-v"}, value_bytes=2),
@@ -243,14 +246,15 @@ def summary(what: str, errors: Sequence[float], within: float) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Prints the table, and the median and worst error over all ranks."""
-    worlds = [int(argument) for argument in arguments] or [1, 2, 4]
+    worlds = [int(argument) for argument in arguments if argument.isdigit()] or [1, 2, 4]
+    keys = [argument for argument in arguments if not argument.isdigit()] or [""]
     names = "model, type, layout, rank, predicted MiB, tensors MiB, error, worst rank, with margin MiB, "
     names += "process grew MiB, error"
     print("| " + names.replace(", ", " | ") + " |\n" + "|---" * 11 + "|")
     tensors: list[float] = []
     processes: list[float] = []
     for case in CASES:
-        if case.work.layout.world in worlds:
+        if case.work.layout.world in worlds and any(key in str(case) for key in keys):
             ranks = measure_ranks(case)
             tensors += errors_of(case, ranks)
             processes += growth_errors_of(case, ranks)

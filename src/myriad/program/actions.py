@@ -18,8 +18,8 @@ implementation in the runtime, and a cost. In words:
   the rank waits until every one has completed; a send completes only when the peer has posted the matching
   receive.
 - SEND: posts one send without waiting. RECEIVE: posts one receive without waiting. WAIT: waits for the one
-  posted receive that it names. The runtime keeps the buffer of a posted send alive until the sends of the
-  iteration have completed.
+  posted receive that it names. The runtime keeps the buffer of a posted send alive until a later
+  receive proves that it has completed (`proved_sends.py`), or to the end.
 - A transfer is named by its payload: the activation that ``stage`` made for stage + 1, or the gradient that
   ``stage`` made for stage - 1, of one micro-batch. Between two stages on the same rank nothing is sent.
 - GATHER / RELEASE: make a stage's parameters whole on this rank / free them (ZeRO >= 1 / ZeRO 3).

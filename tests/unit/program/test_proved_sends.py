@@ -70,7 +70,8 @@ def posted_sends(program: Program, rank: int) -> list[Message]:
 def test_a_send_ends_only_after_its_peer_has_waited_for_it_in_any_interleaving(program: Program) -> None:
     run = Run(program)
     for rank in range(program.num_ranks):
-        own, seen = set(posted_sends(program, rank)), []
+        own: set[Message] = set(posted_sends(program, rank))
+        seen: list[Message] = []
         for message, sends in proved_sends(program, rank).items():
             for send in sends:
                 peer, number = run.ended[send]
