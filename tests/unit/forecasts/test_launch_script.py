@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,16 @@ def test_maxtexts_mesh_fills_nodes_with_the_innermost_axes(tmp_path: Path) -> No
     wanted = {"ici_tensor_sequence": 2, "ici_fsdp": 4, "dcn_fsdp": 4, "dcn_data": 2, "ici_data": 1}
     assert {key: int(given[f"{key}_parallelism"]) for key in wanted} == wanted
     assert float(given["per_device_batch_size"]) * 64 * int(given["gradient_accumulation_steps"]) == 256
+
+
+def test_formats_of_blackwell_are_those_of_the_plan() -> None:
+    rack, job = load_cluster("64xgb300"), load_job("llama3-8b", ["layout.dp=64", "layout.zero=1"])
+    blocks = load_job("llama3-8b", ["layout.dp=64", "layout.zero=1", "train.precision=float8-blocks"])
+    nvfp4 = load_framework("megatron-bridge-nvfp4")
+    assert "mixed_precision=bf16_with_nvfp4_mixed" in launch_text(job, nvfp4, rack, HEAD)
+    bridge, core = load_framework("megatron-bridge"), load_framework("megatron-core")
+    assert "mixed_precision=bf16_with_mxfp8_mixed" in launch_text(blocks, bridge, rack, HEAD)
+    assert "--fp8-recipe mxfp8" in launch_text(blocks, core, rack, HEAD)
+    assert "--fp8-recipe blockwise" in script(blocks, "megatron-core"), "on Hopper"
+    with pytest.raises(BadInputError, match='nvfp4": a launcher of Megatron'):
+        check_launch(job, replace(nvfp4, launcher="torchtitan"))

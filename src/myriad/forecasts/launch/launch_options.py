@@ -9,7 +9,7 @@ from typing import Literal
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.job import Job
-from myriad.planner import Cluster
+from myriad.planner import Cluster, Framework
 
 __all__ = [
     "KEY",
@@ -20,6 +20,7 @@ __all__ = [
     "option_line",
     "option_lines",
     "planned_type",
+    "product_format",
     "torchrun",
 ]
 
@@ -96,6 +97,15 @@ def torchrun(layout: Layout, cluster: Cluster, *program: str) -> tuple[str, ...]
 def planned_type(job: Job) -> str:
     """Return the type of the job's computation: on an accelerator ``auto`` is bfloat16."""
     return "bfloat16" if job.train.precision == "auto" else job.train.precision
+
+
+def product_format(job: Job, framework: Framework, cluster: Cluster) -> str:
+    """Return the format of matrix products: NVFP4 where the framework's profile has it, MXFP8 for float8 in
+    blocks on Blackwell, whose blocks are of 32 neighbours, else the job's type."""
+    if framework.profile.quantization == "nvfp4":
+        return "nvfp4"
+    planned, is_blackwell = planned_type(job), cluster.accelerator.float8_any_order
+    return "mxfp8" if planned == "float8-blocks" and is_blackwell else planned
 
 
 _FIXED: Mapping[str, object] = {

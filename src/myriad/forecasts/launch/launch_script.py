@@ -73,6 +73,8 @@ def check_launch(job: Job, framework: Framework) -> None:
         allowed = "without --framework, or with one whose file names a launcher, such as megatron-core"
         raise BadInputError(KEY, framework.name, allowed)
     system = _SYSTEMS[framework.launcher]
+    if framework.profile.quantization == "nvfp4" and not framework.launcher.startswith("megatron"):
+        raise BadInputError(KEY, "quantization = nvfp4", "a launcher of Megatron-LM or Megatron-Bridge")
     if system.describe is not None:
         system.describe(job.model)
     if job.optimizer.name != "adamw":

@@ -19,7 +19,7 @@ from myriad.forecasts.launch.launch_options import (
     Value,
     check_layout,
     option_lines,
-    planned_type,
+    product_format,
     torchrun,
 )
 from myriad.forecasts.launch.megatron_model import model_arguments
@@ -31,7 +31,7 @@ __all__ = ["BRIDGE_PRECISIONS", "PRECISIONS", "megatron_bridge_script", "megatro
 
 Option = tuple[str, Value]
 
-PRECISIONS: Mapping[str, Mapping[str, Value]] = {
+PRECISIONS: dict[str, Mapping[str, Value]] = {
     "bfloat16": {"bf16": True},
     "float16": {"fp16": True},
     "float32": {},
@@ -44,13 +44,18 @@ BRIDGE_PRECISIONS = {
     "float8": "bf16_with_fp8_current_scaling_mixed",
     "float8-blocks": "bf16_with_fp8_subchannel_scaling_mixed",
 }
+_ON_BLACKWELL: dict[str, Mapping[str, Value]] = {
+    "mxfp8": {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {"bf16": True, "fp4_format": "e2m1"},
+}
+_BRIDGE_ON_BLACKWELL = {"mxfp8": "bf16_with_mxfp8_mixed", "nvfp4": "bf16_with_nvfp4_mixed"}
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 _DECAYS = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 
 
 def megatron_script(job: Job, framework: Framework, cluster: Cluster) -> LaunchScript:
     """Return what starts Megatron-LM. Raises `BadInputError`."""
-    options = {**model_arguments(job.model), **dict(_megatron(job, framework))}
+    options = {**model_arguments(job.model), **dict(_megatron(job, framework, cluster))}
     return LaunchScript(
         torchrun(job.layout, cluster, "pretrain_gpt.py", '"${ARGUMENTS[@]}" "$@"'),
         option_lines(options.items()),
@@ -66,7 +71,7 @@ def megatron_bridge_script(job: Job, framework: Framework, cluster: Cluster) -> 
     reduced = "" if framework.profile.gradient_bytes == 4 else _GRADIENT_NOTES
     return LaunchScript(
         torchrun(job.layout, cluster, program, '--mode pretrain "${ARGUMENTS[@]}" "$@"'),
-        option_lines(_megatron_bridge(job, framework), "="),
+        option_lines(_megatron_bridge(job, framework, cluster), "="),
         "Run it in a checkout of Megatron-Bridge. RECIPE is of the planned model. Data, tokenizer and "
         f"checkpoints are not part of a plan: give their options to this script.{reduced}",
         _environment(job.layout),
@@ -85,7 +90,7 @@ def _environment(layout: Layout) -> dict[str, str]:
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {}
 
 
-def _megatron(job: Job, framework: Framework) -> Iterator[Option]:
+def _megatron(job: Job, framework: Framework, cluster: Cluster) -> Iterator[Option]:
     """Yield layout, batch, precision and optimizer as Megatron-LM's arguments."""
     layout, train, optimizer = job.layout, job.train, job.optimizer
     yield from _megatron_layout(job, framework)
@@ -94,7 +99,7 @@ def _megatron(job: Job, framework: Framework) -> Iterator[Option]:
         yield from (("no_gradient_accumulation_fusion", True), ("ckpt_format", "fsdp_dtensor"))
     several = layout.pp > 2 or layout.virtual_stages == 1  # Two ranks with virtual stages need the overlap.
     yield "no_overlap_p2p_communication", layout.pp > 1 and several and not job.overlap.pipeline
-    yield from PRECISIONS[planned_type(job)].items()
+    yield from (PRECISIONS | _ON_BLACKWELL)[product_format(job, framework, cluster)].items()
     if framework.profile.gradient_bytes == 2:
         yield "grad_reduce_in_bf16", True
     else:
@@ -231,10 +236,11 @@ _OTHER_DIVISIONS = (
 """Other ways in which a recipe may divide layers."""
 
 
-def _megatron_bridge(job: Job, framework: Framework) -> Iterator[Option]:
+def _megatron_bridge(job: Job, framework: Framework, cluster: Cluster) -> Iterator[Option]:
     """Yield what differs from a recipe as overrides of Megatron-Bridge's ``ConfigContainer``. Overlap of
     tensor parallelism stays the recipe's: its section may be missing there. Raises `BadInputError`."""
     layout, optimizer = job.layout, job.optimizer
+    precision = (BRIDGE_PRECISIONS | _BRIDGE_ON_BLACKWELL)[product_format(job, framework, cluster)]
     virtual = layout.virtual_stages if layout.pp > 1 and layout.virtual_stages > 1 else None
     for name, value in _megatron_layout(job, framework):
         if name == "num_virtual_stages_per_pipeline_rank":
@@ -246,7 +252,7 @@ def _megatron_bridge(job: Job, framework: Framework) -> Iterator[Option]:
     yield "ddp.use_megatron_fsdp", layout.zero >= 2
     yield "ddp.data_parallel_sharding_strategy", _SHARDING.get(layout.zero, "no_shard")
     rest: tuple[Option, ...] = (
-        ("mixed_precision", BRIDGE_PRECISIONS[planned_type(job)]),
+        ("mixed_precision", precision),
         ("dataset.seq_length", job.model.sequence),
         ("model.seq_length", job.model.sequence),
         ("train.micro_batch_size", layout.micro_batch),
