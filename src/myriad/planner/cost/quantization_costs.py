@@ -17,7 +17,7 @@ linear.py and layernorm_linear.py), which convert a matrix once: x for its forwa
 g for both, W once. With one scale for a matrix, Hopper's products need a transposed form of each; Blackwell's
 (`Accelerator.float8_any_order`) need none. Scales of 32 neighbours (MXFP8) have a byte; a form of rows and
 one of columns are written. What ranks gather in float8 is converted before, a part of it by each, and
-transposed after. NVFP4 (v2.8, pytorch/csrc/quantizer.cpp, NVFP4Quantizer) has half a byte for a value, and a
+transposed after. NVFP4 (v2.14, pytorch/csrc/quantizer.cpp, NVFP4Quantizer) has half a byte for a value, and a
 byte of scale for 16 neighbours: one pass finds the largest values of a matrix and of its rotated columns
 (`nvte_hadamard_transform_amax`), and another writes both forms. Ranks gather both (distributed.py,
 `_all_gather_nvfp4`).
