@@ -24,9 +24,9 @@ from typing import Any
 
 from myriad.comm.layout import Layout
 from myriad.job import load_job
-from myriad.planner import Costs, SimulationCache, Workload
+from myriad.planner import Costs, SimulationCache, Workload, scale_cluster
 from myriad.program.config import OverlapConfig
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.cluster import load_cluster
 
 CUT = {"tp": 8}
 SHARED = {"cp": 8, "ulysses": 8, "ep": 8}

@@ -25,11 +25,12 @@ from typing import Any
 
 from myriad.forecasts.planned_job import problem_of
 from myriad.job import load_job_to_plan
+from myriad.planner import scale_cluster
 from myriad.planner.search.layout_problem import LayoutProblem
 from myriad.planner.search.layout_search import search_layouts
 from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.planner.search.planning import describe_layout
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.cluster import load_cluster
 
 INSIDE = """
 import json, logging, random, sys, time

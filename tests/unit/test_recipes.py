@@ -9,7 +9,8 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job, recipe_names
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.planner import scale_cluster
+from myriad.recipes.cluster import load_cluster
 from myriad.run import Run
 
 

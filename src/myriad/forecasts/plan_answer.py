@@ -30,6 +30,7 @@ from myriad.planner import (
     best_plan,
     describe_layout,
     find_plans,
+    scale_cluster,
 )
 from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.fabric.fabric_forecast import FabricDistribution, FabricForecaster
@@ -39,7 +40,6 @@ from myriad.planner.search.dimension_warnings import DimensionWarning, dimension
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
 from myriad.planner.search.plan_explanation import Improvement, improvements, neighbour_layouts, waterfall
 from myriad.planner.search.plan_ranking import fits, simulate_candidates
-from myriad.recipes.cluster import scale_cluster
 from myriad.units import format_number
 
 __all__ = ["ExplainedPlan", "FabricForecast", "FrontPoint", "plan_and_explain", "plan_warnings"]

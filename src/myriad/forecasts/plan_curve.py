@@ -15,10 +15,10 @@ from myriad.planner import (
     best_plan,
     fewest_accelerators,
     find_plans,
+    scale_cluster,
 )
 from myriad.planner.search.planning import cluster_sizes
 from myriad.planner.validation.published_tables import CurvePoint, curve_points
-from myriad.recipes.cluster import scale_cluster
 
 __all__ = ["PlanCurve", "fewest_for_days", "plan_curve"]
 

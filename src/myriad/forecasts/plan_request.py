@@ -12,8 +12,8 @@ from myriad.errors import BadInputError
 from myriad.forecasts.measured_loads import MeasuredLoads
 from myriad.forecasts.planned_job import as_written, given_layout, problem_of
 from myriad.job import Job, load_job_to_plan
-from myriad.planner import Cluster, Framework, LayoutCandidate, LayoutProblem
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.planner import Cluster, Framework, LayoutCandidate, LayoutProblem, scale_cluster
+from myriad.recipes.cluster import load_cluster
 from myriad.recipes.framework import load_framework
 from myriad.train.calibration.cluster_file import CLUSTER_NAME
 

@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from myriad.planner.cluster_config import Accelerator, Calibration, Cluster, usual_cluster
+    from myriad.planner.cluster_config import Accelerator, Calibration, Cluster
+    from myriad.planner.cluster_scaling import scale_cluster, usual_server
     from myriad.planner.cost.layout_costs import Costs
     from myriad.planner.fabric.cluster_fabric import builder_of, shape_of
     from myriad.planner.fabric.fabric_forecast import FabricDistribution
@@ -133,6 +134,7 @@ __all__ = [
     "ratios",
     "read_framework",
     "read_table",
+    "scale_cluster",
     "scaled_cluster",
     "shape_of",
     "simulate",
@@ -141,7 +143,7 @@ __all__ = [
     "summarize_sweeps",
     "tune",
     "tuning_evidence",
-    "usual_cluster",
+    "usual_server",
 ]
 
 _MODULE_OF = {
@@ -201,6 +203,7 @@ _MODULE_OF = {
     "ratios": "validation.prediction_errors",
     "read_framework": "frameworks",
     "read_table": "validation.published_tables",
+    "scale_cluster": "cluster_scaling",
     "scaled_cluster": "validation.fitted_cluster",
     "shape_of": "fabric.cluster_fabric",
     "simulate": "simulation.simulator",
@@ -209,7 +212,7 @@ _MODULE_OF = {
     "summarize_sweeps": "validation.layout_sweeps",
     "tune": "fabric.nccl_tuning",
     "tuning_evidence": "fabric.nccl_tuning",
-    "usual_cluster": "cluster_config",
+    "usual_server": "cluster_scaling",
 }
 
 

@@ -31,7 +31,6 @@ __all__ = [
     "Links",
     "Server",
     "SlowNodes",
-    "usual_cluster",
 ]
 
 Level = Literal["node", "network", "spine"]
@@ -404,33 +403,3 @@ def _check_numbers(numbers: Sequence[int], nodes: int) -> None:
     for number in numbers:
         if not 0 <= number < nodes:
             raise BadInputError("unequal.nodes", number, f"0 to {nodes - 1}")
-
-
-_SLOW = SlowNodes(ratio=0.005, slower_ratio=0.10)
-"""As in the recipes of large clusters (arXiv 2402.15627, sections 5.1 and 6.3)."""
-_NODE_LATENCY, _NETWORK_LATENCY = 2.8e-6, 10e-6
-
-
-def usual_cluster(name: str, accelerator: Accelerator, count: int, per_node: int | None = None) -> Cluster:
-    """Return a cluster of ``count`` accelerators in their usual servers, or in servers of ``per_node``.
-    Raises `BadInputError` unless they fill their servers."""
-    if count < 1:
-        raise BadInputError("accelerators", count, "at least 1")
-    server = accelerator.server
-    per_node = min(count, per_node or server.accelerators)
-    nodes, rest = divmod(count, per_node)
-    if rest:
-        raise BadInputError("accelerators", count, f"a multiple of the {per_node} of a server, or fewer")
-    reached, network = server.node_achievable_ratio, server.network_bytes_per_second
-    node = Link(bytes_per_second=server.node_bytes_per_second, latency_seconds=_NODE_LATENCY)
-    return Cluster(
-        name=name,
-        nodes=nodes,
-        accelerators_per_node=per_node,
-        accelerator=accelerator,
-        links=Links(
-            node=node.model_copy(update={"achievable_ratio": reached}),
-            network=Link(bytes_per_second=network, latency_seconds=_NETWORK_LATENCY),
-        ),
-        slow_nodes=_SLOW,
-    )

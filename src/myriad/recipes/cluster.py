@@ -1,7 +1,7 @@
 """Clusters by path, name or size, with accelerators by name and changes on top.
 
     load_cluster("megascale-256xa100", ["links.ib=200Gbps", "nodes=64"])
-    load_cluster("256xb200")                                              in their usual servers
+    load_cluster("256xb200")                                              256 of them in their usual servers
 
 A change is a key of the file and its value. ``links.network=RATE`` and ``links.node=RATE`` (also ``links.ib``
 and ``links.nvlink``) set a link's rate: of one network port, of one accelerator inside its node.
@@ -15,21 +15,20 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from myriad.comm.layout import MOST_RANKS
 from myriad.config import explain, parse_override, set_dotted
 from myriad.errors import BadInputError
-from myriad.planner import Accelerator, Cluster, usual_cluster
+from myriad.planner import Accelerator, Cluster, scale_cluster, usual_server
 from myriad.recipes import read_recipe, recipe_names
 from myriad.units import parse_rate
 
-__all__ = ["find_accelerator", "load_cluster", "scale_cluster"]
+__all__ = ["find_accelerator", "load_cluster"]
 
 _RATES = {"links.ib": "network", "links.nvlink": "node"}
 _RATES |= {f"links.{level}": level for level in ("node", "network", "spine")}
 
 
 def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
-    """A cluster from a file or recipe, or of so many accelerators, with ``key=value`` changes, checked.
+    """A cluster from a file, a recipe, or a number of accelerators, with ``key=value`` changes, checked.
     Raises `BadInputError`."""
     tree = _counted(name_or_path) or read_recipe("clusters", name_or_path, "--cluster")
     others = []
@@ -54,14 +53,13 @@ def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
 def _counted(name: str) -> dict[str, Any] | None:
     """Return the tree of a cluster that is given as ``256xb200``; ``None``: it is given otherwise."""
     given = re.fullmatch(r"(\d+)x([A-Za-z][\w-]*)", name)
-    if given is None or name in recipe_names("clusters"):
+    if given is None:
         return None
     try:
-        _, accelerator = find_accelerator(given[2])
-        cluster = usual_cluster(name, accelerator, int(given[1]))
+        server = usual_server(name, find_accelerator(given[2])[1])
+        return scale_cluster(server, int(given[1])).model_dump(exclude_none=True)
     except BadInputError as error:
         raise BadInputError("--cluster", name, error.allowed) from None
-    return cluster.model_dump(exclude_none=True)
 
 
 def find_accelerator(name: str) -> tuple[str, Accelerator]:
@@ -143,29 +141,3 @@ def _set_rate(tree: dict[str, Any], dotted: str, value: object) -> None:
         ports, accelerators = tree.get("nics_per_node"), int(tree["accelerators_per_node"])
         rate *= (accelerators if ports is None else int(ports)) / accelerators
     link["bytes_per_second"] = rate
-
-
-def scale_cluster(cluster: Cluster, accelerators: int, key: str = "--gpus") -> Cluster:
-    """As many nodes of the same kind as make ``accelerators``; less than a node: a part of one. ``key``: what
-    errors call the number. Raises `BadInputError`."""
-    per_node = cluster.accelerators_per_node
-    if accelerators < 1:
-        raise BadInputError(key, accelerators, "at least 1")
-    if accelerators > MOST_RANKS:
-        raise BadInputError(key, accelerators, f"at most {MOST_RANKS:,}")
-    if accelerators <= per_node:
-        whole = accelerators == per_node
-        update = {"nodes": 1, "accelerators_per_node": accelerators, "unequal": ()}
-        return cluster.model_copy(update=update if whole else update | {"inside": None})
-    nodes, rest = divmod(accelerators, per_node)
-    if rest:
-        raise BadInputError(key, accelerators, f"a multiple of the {per_node} of a node, or fewer")
-    if cluster.links.network is None:
-        allowed = f"at most {per_node}: {cluster.name} is one node and has no links.network"
-        raise BadInputError(key, accelerators, allowed)
-    unequal = tuple(
-        group.model_copy(update={"nodes": kept})
-        for group in cluster.unequal
-        if (kept := tuple(node for node in group.nodes if node < nodes))
-    )
-    return cluster.model_copy(update={"nodes": nodes, "unequal": unequal})

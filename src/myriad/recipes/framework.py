@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from myriad.planner import Accelerator, Cluster, Framework, read_framework
+from myriad.planner import Accelerator, Cluster, Framework, read_framework, scale_cluster
 from myriad.recipes import read_recipe, recipe_names
-from myriad.recipes.cluster import find_accelerator, load_cluster, scale_cluster
+from myriad.recipes.cluster import find_accelerator, load_cluster
 
 __all__ = ["ReadyRecipes", "load_framework", "load_frameworks"]
 

@@ -14,8 +14,9 @@ from myriad.errors import BadInputError
 from myriad.forecasts.launch.launch_script import check_launch, launch_text
 from myriad.job import Job, load_job
 from myriad.job.translation.megatron_arguments import read_command_line, translate_arguments
+from myriad.planner import scale_cluster
 from myriad.recipes import recipe_names
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.cluster import load_cluster
 from myriad.recipes.framework import load_framework
 
 HEAD = "# A plan\n"

@@ -10,8 +10,16 @@ from myriad.cli.main import main
 from myriad.comm.layout import Layout
 from myriad.config import parse_override
 from myriad.model.config import ModelConfig
-from myriad.planner import Cluster, Costs, DimensionWarning, Workload, dimension_warnings, simulate
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.planner import (
+    Cluster,
+    Costs,
+    DimensionWarning,
+    Workload,
+    dimension_warnings,
+    scale_cluster,
+    simulate,
+)
+from myriad.recipes.cluster import load_cluster
 from myriad.recipes.framework import load_framework
 
 A100, H100 = (scale_cluster(load_cluster(name), 8) for name in ("selene-2520xa100", "eos-3072xh100"))

@@ -8,7 +8,7 @@ import pytest
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
-from myriad.planner import Cluster, Costs, FrameworkProfile, SimulationCache, Workload
+from myriad.planner import Cluster, Costs, FrameworkProfile, SimulationCache, Workload, scale_cluster
 from myriad.planner.cost.collective_costs import all_gather_seconds, group_along
 from myriad.planner.cost.expert_costs import PairedCompute, exposed_in_phases
 from myriad.planner.cost.expert_ranks import ExpertGrid
@@ -18,7 +18,7 @@ from myriad.planner.frameworks import read_framework
 from myriad.planner.memory.layer_memory import layer_bytes
 from myriad.planner.memory.micro_batch_shard import MicroBatchShard
 from myriad.program.config import OverlapConfig
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.cluster import load_cluster
 from myriad.recipes.framework import ReadyRecipes
 
 MODEL = ModelConfig(layers=4, hidden=1024, heads=8, sequence=1024, vocabulary=32000, activation="swiglu")

@@ -478,7 +478,7 @@ def test_a_number_of_accelerators_is_a_cluster_of_their_usual_servers() -> None:
     rack = load_cluster("4xGB300")
     assert (rack.nodes, rack.world, rack.links.node.bytes_per_second) == (1, 4, 900e9)
     for name, allowed in (
-        ("100xh100", "a multiple of the 8 of a server, or fewer"),
+        ("100xh100", "a multiple of the 8 of a node, or fewer"),
         ("0xh100", "at least 1"),
         ("8xfoo", "one of a100-sxm-40gb"),
         ("b200", "or so many accelerators: 256xb200"),

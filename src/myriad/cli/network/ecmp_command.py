@@ -113,7 +113,8 @@ def _switch(flows: int | None, uplinks: int | None, split: int | None, pairs: in
 
 
 def _cluster(name: str, gpus: int | None, changes: Sequence[str]) -> "Cluster":
-    from myriad.recipes.cluster import load_cluster, scale_cluster
+    from myriad.planner import scale_cluster
+    from myriad.recipes.cluster import load_cluster
 
     cluster = load_cluster(name, changes)
     return cluster if gpus is None else scale_cluster(cluster, gpus)

@@ -9,7 +9,8 @@ from itertools import combinations
 
 from myriad.errors import BadInputError
 from myriad.network.node_topology import NodeTopology
-from myriad.planner.cluster_config import Accelerator, Cluster, Link, usual_cluster
+from myriad.planner.cluster_config import Accelerator, Cluster, Link
+from myriad.planner.cluster_scaling import scale_cluster, usual_server
 from myriad.planner.validation.general_cells import GeneralCells
 
 __all__ = ["cluster_of"]
@@ -26,7 +27,7 @@ def cluster_of(
     recipe, accelerator = accelerators(read.word("gpu_type"), row)
     said = read.word("interconnect")
     try:
-        cluster = usual_cluster(recipe, accelerator, gpus, _per_node(read, said))
+        cluster = scale_cluster(usual_server(recipe, accelerator, _per_node(read, said)), gpus)
     except BadInputError as error:
         raise read.refused("gpus", error.allowed) from None
     per_node, links = cluster.accelerators_per_node, cluster.links
