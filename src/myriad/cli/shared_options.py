@@ -26,7 +26,9 @@ CHECKPOINTS = (
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")]
-ClusterFile = Annotated[str, typer.Option(metavar="CLUSTER", help="Cluster file or recipe, or 256xb200.")]
+ClusterFile = Annotated[
+    str, typer.Option(metavar="CLUSTER", help="Cluster file, recipe, or a number of accelerators: 256xb200.")
+]
 ClusterChanges = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="Change the cluster, e.g. fabric.split=1; repeatable."),

@@ -145,8 +145,8 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         raise BadInputError("layout.zero", problem.fixed.get("zero"), allowed)
     limits, fixed = framework.limits, _limited(problem, framework)
     schedules = {*(limits.schedules or ("gpipe", "1f1b", "interleaved")), habits.schedule}
-    again = tuple(one for one in problem.recomputes if one in (limits.recompute or problem.recomputes))
-    if not again:
+    recomputes = tuple(one for one in problem.recomputes if one in (limits.recompute or problem.recomputes))
+    if not recomputes:
         allowed = f"with --framework {framework.name} one of {', '.join(limits.recompute or ())}"
         raise BadInputError("layout.recompute", problem.recomputes[0], allowed)
     return replace(
@@ -163,7 +163,7 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         searches_groups=limits.shard_groups,
         gathers_blocks=by_layer,
         limits=limits,
-        recomputes=again,
+        recomputes=recomputes,
         shards=shards,
         schedules=tuple(name for name in problem.schedules if name in schedules),
         offloads=tuple(one for one in problem.offloads if one == _PLAIN) or problem.offloads,

@@ -164,6 +164,13 @@ class Accelerator(Config):
         other = self.float32.model_dump(exclude_none=True) if value_bytes == 4 else {}
         return self.model_copy(update=other) if other else self
 
+    def quantized_peak(self, quantization: str | None) -> float | None:
+        """Return the peak of products in a profile's format (`FrameworkProfile.quantization`); ``None``: it
+        has no such instructions, or the format is that of the other operators."""
+        if quantization is None:
+            return None
+        return self.float4_flops_per_second if quantization == "nvfp4" else self.float8_flops_per_second
+
     def captured(self) -> "Accelerator":
         """Return the accelerator as it is when a CUDA graph launches its operators."""
         launch = min(self.launch_seconds, self.captured_launch_seconds)

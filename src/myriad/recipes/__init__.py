@@ -79,5 +79,5 @@ def _text(kind: Kind, name_or_path: str, key: str) -> str:
     near = difflib.get_close_matches(name_or_path, [*names, *models], 1)
     hint = f"did you mean {near[0]}? " if near else ""
     others = f", or a model: {', '.join(sorted(models))}" if models else ""
-    others = ", or so many accelerators: 256xb200" if kind == "clusters" else others
+    others = ", or a number of accelerators such as 256xb200" if kind == "clusters" else others
     raise BadInputError(key, name_or_path, f"{hint}a .toml file or one of {', '.join(names)}{others}")

@@ -481,7 +481,7 @@ def test_a_number_of_accelerators_is_a_cluster_of_their_usual_servers() -> None:
         ("100xh100", "a multiple of the 8 of a node, or fewer"),
         ("0xh100", "at least 1"),
         ("8xfoo", "one of a100-sxm-40gb"),
-        ("b200", "or so many accelerators: 256xb200"),
+        ("b200", "or a number of accelerators such as 256xb200"),
     ):
         with pytest.raises(BadInputError, match=f"--cluster.*{name}.*{allowed}"):
             load_cluster(name)

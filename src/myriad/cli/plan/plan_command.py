@@ -44,7 +44,8 @@ def plan(
         str,
         typer.Option(
             metavar="CLUSTER",
-            help="Cluster file, recipe, this-machine, or 256xb200: so many in their usual servers.",
+            help="Cluster file, recipe, this-machine, or a number of accelerators in their usual servers: "
+            "256xb200.",
         ),
     ] = "laptop",
     measure: Annotated[

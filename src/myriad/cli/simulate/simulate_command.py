@@ -41,7 +41,10 @@ def simulate(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help="Predict on this cluster: a file, a recipe, or 256xb200."),
+        typer.Option(
+            metavar="CLUSTER",
+            help="Predict on this cluster: a file, a recipe, or a number of accelerators such as 256xb200.",
+        ),
     ] = None,
     program: Annotated[
         bool,

@@ -18,7 +18,9 @@ from myriad.forecasts.launch.launch_options import (
     LaunchScript,
     Value,
     check_layout,
+    falling_steps,
     hosts,
+    micro_batches,
     option_lines,
     planned_type,
 )
@@ -70,7 +72,7 @@ def deepspeed_config(job: Job, framework: Framework) -> dict[str, Any]:
         "zero_optimization": _zero(job, framework),
         "gradient_clipping": job.optimizer.clip_norm or 0.0,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
-        "gradient_accumulation_steps": _micro_batches(job),
+        "gradient_accumulation_steps": micro_batches(job),
         "train_batch_size": job.train.global_batch,
     }
 
@@ -102,17 +104,13 @@ def _block_parameters(job: Job) -> int:
     return max(model.of_block(layer).block_parameters for layer in range(model.layers))
 
 
-def _micro_batches(job: Job) -> int:
-    return job.train.global_batch // (job.layout.dp * job.layout.micro_batch)
-
-
 def _trainer(job: Job) -> Iterator[tuple[str, Value]]:
     """Yield the arguments of Transformers' ``Trainer``."""
     layout, optimizer, precision = job.layout, job.optimizer, planned_type(job)
     yield "bf16", precision == "bfloat16"
     yield "fp16", precision == "float16"
     yield "per_device_train_batch_size", layout.micro_batch
-    yield "gradient_accumulation_steps", _micro_batches(job)
+    yield "gradient_accumulation_steps", micro_batches(job)
     yield "gradient_checkpointing", layout.recompute == "full"
     yield "max_steps", job.train.steps
     yield "learning_rate", optimizer.learning_rate
@@ -133,9 +131,8 @@ def _schedule(job: Job) -> Iterator[tuple[str, Value]]:
         yield "lr_scheduler_type", "cosine_with_min_lr"
         yield "lr_scheduler_kwargs", json.dumps({"min_lr_rate": ratio})
     elif optimizer.decay == "wsd":
-        falls = max(1, round(optimizer.decay_ratio * job.train.steps))
         yield "lr_scheduler_type", "warmup_stable_decay"
-        kwargs = {"num_decay_steps": falls, "min_lr_ratio": ratio, "decay_type": "linear"}
+        kwargs = {"num_decay_steps": falling_steps(job), "min_lr_ratio": ratio, "decay_type": "linear"}
         yield "lr_scheduler_kwargs", json.dumps(kwargs)
     else:
         yield "lr_scheduler_type", "constant_with_warmup" if optimizer.decay == "constant" else "linear"

@@ -16,7 +16,9 @@ __all__ = [
     "LaunchScript",
     "Value",
     "check_layout",
+    "falling_steps",
     "hosts",
+    "micro_batches",
     "option_line",
     "option_lines",
     "planned_type",
@@ -106,6 +108,16 @@ def product_format(job: Job, framework: Framework, cluster: Cluster) -> str:
         return "nvfp4"
     planned, is_blackwell = planned_type(job), cluster.accelerator.float8_any_order
     return "mxfp8" if planned == "float8-blocks" and is_blackwell else planned
+
+
+def micro_batches(job: Job) -> int:
+    """Return the number of micro-batches of a replica in an iteration; all replicas have the same."""
+    return job.train.global_batch // (job.layout.dp * job.layout.micro_batch)
+
+
+def falling_steps(job: Job) -> int:
+    """Return the number of steps in which a schedule falls that is constant before (``wsd``)."""
+    return max(1, round(job.optimizer.decay_ratio * job.train.steps))
 
 
 _FIXED: Mapping[str, object] = {

@@ -19,6 +19,7 @@ from myriad.forecasts.launch.launch_options import (
     Value,
     check_layout,
     hosts,
+    micro_batches,
     option_lines,
     planned_type,
 )
@@ -73,7 +74,7 @@ def _maxtext(job: Job, framework: Framework, cluster: Cluster) -> Iterator[tuple
     yield from _mesh(job, framework, cluster)
     yield "max_target_length", job.model.sequence
     yield "per_device_batch_size", layout.micro_batch * layout.dp / layout.world
-    yield "gradient_accumulation_steps", job.train.global_batch // (layout.dp * layout.micro_batch)
+    yield "gradient_accumulation_steps", micro_batches(job)
     yield "remat_policy", _REMAT[layout.recompute]
     if layout.recompute == "full":
         yield from ((name, "device") for name in ("decoder_layer_input", *_KEPT))

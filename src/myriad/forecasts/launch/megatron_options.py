@@ -18,6 +18,8 @@ from myriad.forecasts.launch.launch_options import (
     LaunchScript,
     Value,
     check_layout,
+    falling_steps,
+    micro_batches,
     option_lines,
     product_format,
     torchrun,
@@ -128,7 +130,7 @@ def _megatron(job: Job, framework: Framework, cluster: Cluster) -> Iterator[Opti
 def _falling(job: Job) -> Iterator[Option]:
     """Yield the last steps of a schedule that is constant before them."""
     if job.optimizer.decay == "wsd":
-        yield "lr_wsd_decay_iters", max(1, round(job.optimizer.decay_ratio * job.train.steps))
+        yield "lr_wsd_decay_iters", falling_steps(job)
         yield "lr_wsd_decay_style", "linear"
 
 
@@ -201,8 +203,7 @@ def _counted(stage: list[str]) -> str:
 def _group_size(job: Job) -> int | None:
     """Return the micro-batches of a round of the interleaved schedule; ``None``: as many as pipeline ranks.
     The last round has as many or none, which Megatron-Core requires."""
-    layout = job.layout
-    count, pp = job.train.global_batch // (layout.dp * layout.micro_batch), layout.pp
+    count, pp = micro_batches(job), job.layout.pp
     if count % pp == 0:
         return None
     sizes = (-(-count // rounds) for rounds in range(count // pp, 0, -1))

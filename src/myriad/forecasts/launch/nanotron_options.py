@@ -12,7 +12,15 @@ from typing import Any
 import yaml
 
 from myriad.errors import BadInputError
-from myriad.forecasts.launch.launch_options import KEY, LaunchScript, check_layout, planned_type, torchrun
+from myriad.forecasts.launch.launch_options import (
+    KEY,
+    LaunchScript,
+    check_layout,
+    falling_steps,
+    micro_batches,
+    planned_type,
+    torchrun,
+)
 from myriad.job import Job
 from myriad.model.config import ModelConfig
 from myriad.planner import Cluster, Framework
@@ -95,7 +103,7 @@ def nanotron_config(job: Job, framework: Framework) -> dict[str, Any]:
         "tokens": {
             "sequence_length": job.model.sequence,
             "micro_batch_size": layout.micro_batch,
-            "batch_accumulation_per_replica": train.global_batch // (layout.dp * layout.micro_batch),
+            "batch_accumulation_per_replica": micro_batches(job),
             "train_steps": train.steps,
         },
     }
@@ -104,8 +112,7 @@ def nanotron_config(job: Job, framework: Framework) -> dict[str, Any]:
 def _engine(job: Job) -> str:
     """Return the pipeline's engine. That of 1f1b refuses fewer micro-batches than later stages, with which
     it would do what the other does: all forwards first."""
-    layout = job.layout
-    few = job.train.global_batch // (layout.dp * layout.micro_batch) < layout.pp - 1
+    layout, few = job.layout, micro_batches(job) < job.layout.pp - 1
     return "afab" if few else _SCHEDULES[layout.schedule_name] if layout.pp > 1 else "1f1b"
 
 
@@ -116,7 +123,7 @@ def _schedule(job: Job) -> dict[str, Any]:
     """Return the schedule of learning rates. One that stays constant before it falls has the step at which
     it does."""
     optimizer, steps = job.optimizer, job.train.steps
-    falls = max(1, round(optimizer.decay_ratio * steps))
+    falls = falling_steps(job)
     constant, ratio = optimizer.decay == "constant", optimizer.final_learning_rate_ratio
     return {
         "learning_rate": optimizer.learning_rate,

@@ -16,6 +16,7 @@ from myriad.forecasts.launch.launch_options import (
     LaunchScript,
     Value,
     check_layout,
+    micro_batches,
     option_lines,
     planned_type,
     torchrun,
@@ -93,7 +94,7 @@ def _pipeline(job: Job) -> Iterator[tuple[str, Value]]:
     if layout.pp == 1:
         return
     yield "parallelism.pipeline_parallel_schedule", _schedule_name(layout)
-    yield "parallelism.num_pp_microbatches", job.train.global_batch // (layout.dp * layout.micro_batch)
+    yield "parallelism.num_pp_microbatches", micro_batches(job)
     each = -(-layers // layout.num_stages)
     fills = -(-layers // each) == layout.num_stages
     if not fills and layout.virtual_stages > 2:

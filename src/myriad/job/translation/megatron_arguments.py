@@ -301,15 +301,15 @@ def _virtual(made: Translation, arguments: Mapping[str, Any], pp: int) -> None:
 def _num_stages(layout: str) -> int:
     """Return the stages of a layout such as ``Et*3|(t*2|)*29tL``, which are separated by bars."""
     if len(layout) > _LONGEST_LAYOUT:
-        raise BadInputError(
-            _KEY, f"{layout[:40]}...", f"pipeline_model_parallel_layout of {_LONGEST_LAYOUT} signs"
-        )
+        allowed = f"pipeline_model_parallel_layout of at most {_LONGEST_LAYOUT:,} characters"
+        raise BadInputError(_KEY, f"{layout[:40]}...", allowed)
     groups = re.findall(r"\(([^()]*)\)\*(\d{1,4})", layout)
     repeated = sum(group.count("|") * (int(times) - 1) for group, times in groups)
     return layout.count("|") + repeated + 1
 
 
 _LONGEST_LAYOUT = 10_000
+"""Characters of the longest description of stages that is read."""
 
 
 def _rest(made: Translation, arguments: Mapping[str, Any]) -> None:

@@ -264,12 +264,12 @@ def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
 def _quantized_rate(context: LayerContext) -> dict[str, float] | None:
     """Return the rate of products in the profile's format, as keys of `Accelerator`; off: it has none, or the
     accelerator no such instructions."""
-    accelerator = context.accelerator
-    peak, share = accelerator.float8_flops_per_second, accelerator.float8_achievable_ratio
-    if context.profile.quantization == "nvfp4":
-        peak, share = accelerator.float4_flops_per_second, accelerator.float4_achievable_ratio or share
-    if context.profile.quantization is None or peak is None:
+    accelerator, quantization = context.accelerator, context.profile.quantization
+    peak, share = accelerator.quantized_peak(quantization), accelerator.float8_achievable_ratio
+    if peak is None:
         return None
+    if quantization == "nvfp4":
+        share = accelerator.float4_achievable_ratio or share
     return {"peak_flops_per_second": peak, "achievable_ratio": share or accelerator.achievable_ratio}
 
 

@@ -29,7 +29,8 @@ from myriad.kernels.ring_plan import received_positions
 from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.operator_costs import Number
-from myriad.planner.memory.framework_layers import kept_of_values, published_kept, saved_of_experts
+from myriad.planner.cost.quantization_costs import form_bytes
+from myriad.planner.memory.framework_memory import BlockValues
 from myriad.planner.memory.micro_batch_shard import (
     MicroBatchShard,
     inner_width,
@@ -148,17 +149,17 @@ def _block_kept(
     values = profile.memory.block_values
     plain = model.latent is None and model.of_block(layer).experts is None
     if values is not None and recompute == "none" and plain:
-        return kept_of_values(model, profile, values, layer, part)
+        return _kept_of_values(model, profile, values, layer, part)
     if not is_myriad(profile):
-        return published_kept(model, profile, layer, part, recompute)
+        return _published_kept(model, profile, layer, part, recompute)
     block, apart = model.of_block(layer), replace(part, etp=1)
     if profile.gathers_arrived and part.ep > 1:
         # Of the copies of a rank's own part only the inputs of experts are gathered.
         own = _ours_kept(model, "block", layer, apart, recompute)
         copies = part.expert_load * ordered_tokens(block, part) * part.value_bytes
-        return own + copies * (1 - 1 / part.expert_tp) - saved_of_experts(block, profile, apart, recompute)
+        return own + copies * (1 - 1 / part.expert_tp) - _saved_of_experts(block, profile, apart, recompute)
     own = _ours_kept(model, "block", layer, part, recompute)
-    return own - saved_of_experts(block, profile, part, recompute)
+    return own - _saved_of_experts(block, profile, part, recompute)
 
 
 def _ours_kept(
@@ -185,6 +186,67 @@ def _ours_kept(
     tokens = part.tokens(model)
     per_token = partial(kept_bytes_per_token, ep=part.ep, etp=part.etp, expert_load=part.expert_load)
     return tokens * each(per_token) + each(kept_bytes_per_micro_batch)
+
+
+def _kept_of_values(
+    model: ModelConfig, profile: FrameworkProfile, values: BlockValues, layer: int, part: MicroBatchShard
+) -> Number:
+    """Return the kept bytes of a block of which the values are listed. Products' inputs in float8 or NVFP4
+    take its bytes: of the stream all but norms' inputs, the input of the product down, and attention's
+    output, which stays in the compute type too."""
+    tokens, block = part.tokens(model), model.of_block(layer)
+    own = tokens / (part.tp if profile.sequence_parallel else 1.0)
+    queries, inner = model.heads * model.head_width, inner_width(block, part)
+    cut = values.attention * 2 * (queries + key_width(model, part.tp))
+    cut = cut + (model.up_matrices + values.inner) * inner
+    whole = model.hidden * (values.stream * own + values.gathered * tokens)
+    kept = part.value_bytes * (whole + tokens * cut / part.tp)
+    if not (profile.quantization and profile.keeps_quantized_inputs):
+        return kept
+    form = form_bytes(profile.quantization)
+    entering = model.hidden * own * (values.stream - model.num_branch_norms) + tokens / part.tp * inner
+    return kept - (part.value_bytes - form) * entering + form * tokens / part.tp * queries
+
+
+def _published_kept(
+    model: ModelConfig, profile: FrameworkProfile, layer: int, part: MicroBatchShard, recompute: Recompute
+) -> Number:
+    """Return the kept bytes of another framework's block. Elements are sharded among ranks, or whole without
+    sequence parallelism."""
+    value, tokens, hidden = part.value_bytes, part.tokens(model), model.hidden
+    apart = tokens / (part.tp if profile.sequence_parallel else 1.0)
+    if recompute == "full":
+        return value * apart * hidden
+    # Norm inputs, product inputs, and dropout masks of one byte.
+    stream = apart * hidden * (value * (model.num_branch_norms + model.num_gathers) + model.num_scatters)
+    ups = model.up_matrices
+    queries, keys = model.heads * model.head_width, key_width(model, part.tp)
+    latent = 0 if model.latent is None else model.latent.down_rows + model.latent.normed
+    active = model.of_block(layer).active_width
+    inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * active)
+    inner = inner + tokens * value * latent
+    if profile.attention != "plain" or recompute == "selective":
+        return stream + inner
+    # Softmax outputs before and after dropout, and a mask of one byte.
+    scores = part.micro_batch * model.sequence**2 * model.heads / part.tp
+    return stream + inner + scores * (2 * value + 1)
+
+
+def _saved_of_experts(
+    model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
+) -> Number:
+    """Return the bytes of a block with experts that a framework does not keep and Myriad does: results of
+    experts (`FrameworkMemory.keeps_results`), and of inputs of their products what float8 or NVFP4 saves.
+    ``model``: with the widths of this block."""
+    if model.experts is None:
+        return 0.0
+    copies = ordered_tokens(model, part)
+    saved = 0.0 if profile.memory.keeps_results else part.value_bytes * copies
+    if profile.quantization and profile.keeps_quantized_inputs:
+        inner = model.experts_per_token * model.expert_width / part.expert_tp
+        entering = copies + (part.routed_tokens(model) * inner if recompute == "none" else 0.0)
+        saved = saved + (part.value_bytes - form_bytes(profile.quantization)) * entering
+    return saved
 
 
 def _block_passing(

@@ -35,7 +35,7 @@ class DimensionWarning:
     multiple: int
     """What it is no multiple of, in values."""
     cost: str
-    """What it costs."""
+    """Effect on the speed, as a clause with its source."""
     key: str
     """The key to change."""
     nearest: int
@@ -106,7 +106,7 @@ def _width_warnings(workload: Workload, cluster: Cluster) -> Iterator[DimensionW
 def _quantized_multiple(workload: Workload, cluster: Cluster) -> int | None:
     """Return the number of values that make 16 bytes in the format of the products' inputs; ``None``: it is
     that of the other operators."""
-    accelerator = cluster.accelerator
-    if workload.profile.quantization == "nvfp4" and accelerator.float4_flops_per_second:
-        return 2 * ALIGNED_BYTES
-    return ALIGNED_BYTES if workload.profile.quantization and accelerator.float8_flops_per_second else None
+    quantization = workload.profile.quantization
+    if cluster.accelerator.quantized_peak(quantization) is None:
+        return None
+    return 2 * ALIGNED_BYTES if quantization == "nvfp4" else ALIGNED_BYTES
