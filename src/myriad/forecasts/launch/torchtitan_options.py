@@ -35,9 +35,9 @@ def torchtitan_script(job: Job, framework: Framework, cluster: Cluster) -> Launc
     program = (
         '-m torchtitan.train --module "${MODULE:?such as llama3}" --config "${CONFIG:?such as llama3_8b}"'
     )
-    again = f"activation-checkpoint:{job.layout.recompute}"
+    recomputation = f"activation-checkpoint:{job.layout.recompute}"
     return LaunchScript(
-        torchrun(job.layout, cluster, program, '"${ARGUMENTS[@]}" "$@"', again),
+        torchrun(job.layout, cluster, program, '"${ARGUMENTS[@]}" "$@"', recomputation),
         option_lines(_torchtitan(job), "_"),
         "MODULE and CONFIG name a function that returns torchtitan's configuration of the planned model. "
         "Data, tokenizer and checkpoints are not part of a plan: they are that function's, or options "

@@ -45,7 +45,7 @@ __all__ = [
 
 PROFILE_RATIO = 0.26
 """Relative half width for a framework with a profile whose times are in no table: what nine of ten rows of
-ten such frameworks need in tables that were collected later (docs/benchmarks/validation.md)."""
+eight such frameworks need in rows that were collected later (benchmarks/planner/later_rows.py)."""
 LEAST_RATIO = 0.10
 """Least relative half width for a framework with published times: that of a framework that was left out, by
 the rows of those with ten or more."""
